@@ -1,12 +1,12 @@
 """Every error a user or an operator can meet, and nothing else.
 
-    PDServeError
-    |-- RequestError          the caller's fault: an HTTP 4xx that names the field
-    |   `-- NotFoundError     an unknown model
-    |-- OverloadedError       not now: 429 or 503 with Retry-After
-    |-- ModelError            the model folder or file cannot be served: one line, exit 2
-    |-- ConfigError           flags or files that contradict: one line, exit 2
-    `-- TransferError         KV could not be read; the request is placed again
+PDServeError
+|-- RequestError          the caller's fault: an HTTP 4xx that names the field
+|   `-- NotFoundError     an unknown model
+|-- OverloadedError       not now: 429 or 503 with Retry-After
+|-- ModelError            the model folder or file cannot be served: one line, exit 2
+|-- ConfigError           flags or files that contradict: one line, exit 2
+`-- TransferError         KV could not be read; the request is placed again
 """
 
 from __future__ import annotations

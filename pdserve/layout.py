@@ -42,7 +42,15 @@ class KVLayout:
         return None
 
     def fingerprint(self) -> str:
-        fields = (LAYOUT_VERSION, self.model, self.dtype, self.num_layers, self.num_kv_heads, self.head_dim, self.block_size)
+        fields = (
+            LAYOUT_VERSION,
+            self.model,
+            self.dtype,
+            self.num_layers,
+            self.num_kv_heads,
+            self.head_dim,
+            self.block_size,
+        )
         return hashlib.blake2b(repr(fields).encode(), digest_size=16).hexdigest()
 
     def blocks_for(self, num_tokens: int) -> int:
