@@ -204,7 +204,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Front end or supervisor -> core: would a new request be served? Answered after a trip through the engine loops."""
+    """Front end or supervisor -> core: would a new request be served? The answer went through the engine loops."""
 
     nonce: int
 
@@ -258,7 +258,7 @@ class WorkerGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """Core -> supervisor: a worker changed state: ready, suspect (kill it after the hang timeout), draining, drained."""
+    """Core -> supervisor: a worker is now ready, suspect (kill it after the hang timeout), draining or drained."""
 
     worker: str
     epoch: str
