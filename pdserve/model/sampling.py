@@ -1,0 +1,138 @@
+"""Drawing tokens: a pure function of logits, parameters, token history, seed and position.
+
+Owns the order: repetition penalty, presence and frequency penalty, logit bias, ban, temperature, truncation, and
+Gumbel-max (Gumbel, 1954), where the lowest id wins ties. The kernels own the noise, `truncation` who may be drawn.
+Invariant: a row's token depends on nothing but its own logits and its own `SampleRow`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pd_kernels.protocols import SamplingKernels
+from pdserve.model.truncation import thresholds
+from pdserve.request import Sampling
+
+LOWEST_LOGPROB = -9999.0
+_COLDEST = 1e-6  # lower temperatures draw as this one, so that no division overflows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRow:
+    """One token to draw; several may draw from one row of logits."""
+
+    sampling: Sampling
+    seed: int  # of this sample: request seed + sample index, modulo 2**64
+    prompt: Sequence[int]
+    output: Sequence[int]  # generated so far
+    position: int  # of the token drawn, in prompt and output together
+    row: int = 0  # of the logits; inside a `Work` the runner sets it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    token: int
+    logprob: float | None = None  # of the raw logits, at least LOWEST_LOGPROB
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, best first
+
+
+def sample(logits: Tensor, rows: Sequence[SampleRow], kernels: SamplingKernels) -> list[Sampled]:
+    """Draw one token per entry of `rows` from float32 `logits` [any, vocab], which stay as they are."""
+    if not rows:
+        return []
+    tokens = _draw(logits, rows, kernels)
+    wanted = [index for index, row in enumerate(rows) if row.sampling.num_logprobs >= 0]
+    if not wanted:
+        return [Sampled(token=token) for token in tokens]
+    reports = _logprobs(logits, [rows[index] for index in wanted], [tokens[index] for index in wanted])
+    by_index = dict(zip(wanted, reports, strict=True))
+    return [by_index.get(index) or Sampled(token=token) for index, token in enumerate(tokens)]
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature == 0.0 or sampling.top_p == 0.0 or sampling.top_k == 1
+
+
+def _draw(logits: Tensor, rows: Sequence[SampleRow], kernels: SamplingKernels) -> list[int]:
+    values = _gather(logits, [row.row for row in rows])
+    edited = [index for index, row in enumerate(rows) if _edits(row)]
+    if edited and values is logits:
+        values = logits.clone()
+    for index in edited:
+        _edit(values[index], rows[index])
+    tokens: list[int] = values.argmax(dim=-1).tolist()
+    drawn = [index for index, row in enumerate(rows) if not is_greedy(row.sampling)]
+    if drawn:
+        chosen = [rows[index] for index in drawn]
+        for index, token in zip(drawn, _draw_warm(_gather(values, drawn), chosen, kernels), strict=True):
+            tokens[index] = token
+    return tokens
+
+
+def _gather(values: Tensor, rows: list[int]) -> Tensor:
+    if rows == list(range(values.shape[0])):
+        return values
+    return values.index_select(0, torch.tensor(rows, device=values.device))
+
+
+def _draw_warm(values: Tensor, rows: Sequence[SampleRow], kernels: SamplingKernels) -> list[int]:
+    """Gumbel-max over the survivors of truncation; noise is drawn for nobody else."""
+    vocab = values.shape[-1]
+    warmth = torch.tensor([max(row.sampling.temperature, _COLDEST) for row in rows], device=values.device)
+    peak = values.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    scaled = (values - peak) / warmth.to(torch.float32)[:, None]
+    limits = thresholds(scaled, [row.sampling for row in rows])
+    winners: list[Tensor] = []
+    for index, row in enumerate(rows):
+        limit = limits[index]
+        if limit is None:
+            noise = kernels.gumbel(row.seed, row.position, None, vocab)
+            winners.append((scaled[index] + noise).argmax())
+        else:
+            ids = (scaled[index] >= limit).nonzero().flatten()
+            noise = kernels.gumbel(row.seed, row.position, ids, vocab)
+            winners.append(ids[(scaled[index][ids] + noise).argmax()])
+    tokens: list[int] = torch.stack(winners).tolist()
+    return tokens
+
+
+def _edits(row: SampleRow) -> bool:
+    sampling = row.sampling
+    has_penalty = sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty
+    return bool(has_penalty or sampling.logit_bias or len(row.output) < sampling.min_tokens)
+
+
+def _edit(values: Tensor, row: SampleRow) -> None:
+    """Penalties, bias and ban on one row [vocab], in place."""
+    sampling, device = row.sampling, values.device
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.unique(torch.tensor([*row.prompt, *row.output], dtype=torch.int64, device=device))
+        old = values[seen]
+        values[seen] = torch.where(old > 0, old / sampling.repetition_penalty, old * sampling.repetition_penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and len(row.output):
+        output = torch.tensor(list(row.output), dtype=torch.int64, device=device)
+        ids, counts = torch.unique(output, return_counts=True)
+        values[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(torch.float32)
+    for token, bias in sampling.logit_bias:
+        values[token] += bias
+    if len(row.output) < sampling.min_tokens:
+        values[torch.tensor(sampling.banned_until_min(), dtype=torch.int64, device=device)] = -math.inf
+
+
+def _logprobs(logits: Tensor, rows: Sequence[SampleRow], tokens: Sequence[int]) -> list[Sampled]:
+    """The drawn tokens with their log-probabilities under the raw logits, and the likeliest alternatives."""
+    shares = torch.log_softmax(_gather(logits, [row.row for row in rows]), dim=-1).clamp(min=LOWEST_LOGPROB)
+    own = shares.gather(1, torch.tensor(tokens, device=logits.device)[:, None]).flatten().tolist()
+    widest = min(max(row.sampling.num_logprobs for row in rows), shares.shape[-1])
+    best, ids = (part.tolist() for part in shares.topk(widest, dim=-1))
+    reports = []
+    for index, row in enumerate(rows):
+        ranked = sorted(zip(ids[index], best[index], strict=True), key=lambda pair: (-pair[1], pair[0]))
+        top = tuple(ranked[: row.sampling.num_logprobs])
+        reports.append(Sampled(token=tokens[index], logprob=own[index], top=top))
+    return reports
