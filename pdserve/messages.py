@@ -426,7 +426,6 @@ class Heartbeat:
 
     worker: str
     epoch: str
-    core_epoch: str  # the core this worker believes in; empty: none yet
     sent_ns: int
     step: int
     deadline_ns: int
@@ -436,14 +435,6 @@ class Heartbeat:
     counts: Counts
     num_running: int
     metrics: tuple[Metric, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeartbeatReply:
-    """Core -> heartbeat thread: alive; `core_epoch` tells a worker that the core was replaced."""
-
-    core_epoch: str
-    is_known: bool  # False: the worker's epoch is unknown or dead here: reset
 
 
 # --- decode worker <-> prefill worker --------------------------------------------------------------------------------
@@ -480,7 +471,7 @@ REGISTRY = Registry(
         20: SupervisorHello, 21: DrainWorker, 22: WorkerGone, 23: WorkerState,
         30: WorkerHello, 31: Welcome, 32: Reset, 33: Roster, 34: Prefill, 35: Land, 36: Start, 37: Drop, 38: DropSample,
         39: Ping, 40: Pong, 41: Leave, 42: StepReport, 43: Released, 44: Failure, 45: CacheEvents, 46: ResyncCache,
-        47: Heartbeat, 48: HeartbeatReply,
+        47: Heartbeat,
         60: Published, 61: Renew, 62: ReleaseLease,
     },
 )  # fmt: skip
