@@ -19,7 +19,24 @@ SCRIPTS = (
 ).split()
 EMOJI = "🦊 🧑‍🚀 👩‍👩‍👧 ❤️ 🇩🇪 👍🏽 😀😀 ⚡️ 🏴‍☠️ é é n̈ ☃".split()
 NUMBERS = "0 7 42 1234567890 3.14159 -5 1,000,000 2024-01-31 0x1F 1e-10 v2.0.1 ½ x² Ⅷ ٣٤٥ ๑๒ 10€ $5 50% 三 ① １２３ 5th".split()
-SPACES = [" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\t\t", " \n ", "    ", "\u00a0", "\u3000", "\u2028", "\u200b", "\v", "\x85"]
+SPACES = [
+    " ",
+    "  ",
+    "   ",
+    "\n",
+    "\n\n",
+    "\r\n",
+    "\t",
+    "\t\t",
+    " \n ",
+    "    ",
+    "\u00a0",
+    "\u3000",
+    "\u2028",
+    "\u200b",
+    "\v",
+    "\x85",
+]
 CODE = (
     "def f(x):\n    return x**2",
     "for (int i=0;i<10;i++){",
@@ -29,9 +46,9 @@ CODE = (
     "print(f'{x:>10.3f}')",
     "https://example.org/a?b=1&c=2#d",
     "C:\\Users\\me\\a_b-c.txt",
-    "<div class=\"x\">&amp;</div>",
+    '<div class="x">&amp;</div>',
     "\\frac{a}{b} $x_1^2$",
-    "{\"key\": [1, 2, null]}",
+    '{"key": [1, 2, null]}',
     "git commit -m 'fix #123'",
     "a->b::c<T>()",
     "snake_case camelCase CONST_9",
@@ -50,7 +67,30 @@ CONTROL = (
     "<unk>",
     "<|im_end|>\n1",
 )
-MARKS = ("...", "!!!", "?!", "—", "“quoted”", "'", '"', "(a)", "[1]", "~", "^", "`", "|", "@user", "#1", "***", "--", "\x00", "\x07", "\x1b[0m", "\ufeff", "\ufffd")
+MARKS = (
+    "...",
+    "!!!",
+    "?!",
+    "—",
+    "“quoted”",
+    "'",
+    '"',
+    "(a)",
+    "[1]",
+    "~",
+    "^",
+    "`",
+    "|",
+    "@user",
+    "#1",
+    "***",
+    "--",
+    "\x00",
+    "\x07",
+    "\x1b[0m",
+    "\ufeff",
+    "\ufffd",
+)
 KINDS = (WORDS, WORDS, SCRIPTS, EMOJI, NUMBERS, NUMBERS, SPACES, SPACES, CODE, CONTROL, MARKS)
 
 
