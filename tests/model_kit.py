@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from pd_kernels import select
 
+from pd_kernels import select
 from pdserve.model.decoder import Decoder
 from pdserve.model.runner import Runner, SampleRow, Work
 from pdserve.model.spec import read_spec
