@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.config import EngineOptions, PoolOptions, Role
+from pdserve.config import EngineOptions, PoolOptions, Role, visible_gpus
 from pdserve.errors import ConfigError
 from pdserve.layout import KVLayout
 from pdserve.options import device_list, memory_shares
@@ -118,10 +118,11 @@ def _named(names: Sequence[str], pools: PoolOptions, cores: Sequence[int], num_g
     return devices
 
 
-def count_gpus(visible: int | None) -> int:
-    """GPUs that NVML lists, at most the `visible` ones of CUDA_VISIBLE_DEVICES; 0 without a driver."""
+def count_gpus() -> int:
+    """GPUs that NVML lists, at most the visible ones; 0 without a driver."""
     import pynvml
 
+    visible = visible_gpus()
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

@@ -95,8 +95,9 @@ def test_this_machine_has_cores_and_memory():
     assert available_memory_bytes() > 0
 
 
-def test_no_visible_gpu_is_no_gpu():
-    assert count_gpus(0) == 0
+def test_no_visible_gpu_is_no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert count_gpus() == 0
 
 
 def machine(root, files):
