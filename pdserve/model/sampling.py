@@ -8,6 +8,7 @@ Invariant: a row's token depends on nothing but its own logits and its own `Samp
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pd_kernels.protocols import SamplingKernels
-from pdserve.model.truncation import thresholds
+from pdserve.model.rows import argmax, at_least
+from pdserve.model.truncation import threshold
 from pdserve.request import Sampling
 
 LOWEST_LOGPROB = -9999.0
@@ -65,7 +67,7 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow], kernels: SamplingKernels) -
         values = logits.clone()
     for index in edited:
         _edit(values[index], rows[index])
-    tokens: list[int] = values.argmax(dim=-1).tolist()
+    tokens: list[int] = argmax(values).tolist()
     drawn = [index for index, row in enumerate(rows) if not is_greedy(row.sampling)]
     if drawn:
         chosen = [rows[index] for index in drawn]
@@ -82,23 +84,20 @@ def _gather(values: Tensor, rows: list[int]) -> Tensor:
 
 def _draw_warm(values: Tensor, rows: Sequence[SampleRow], kernels: SamplingKernels) -> list[int]:
     """Gumbel-max over the survivors of truncation; noise is drawn for nobody else."""
-    vocab = values.shape[-1]
-    warmth = torch.tensor([max(row.sampling.temperature, _COLDEST) for row in rows], device=values.device)
+    warmth = torch.tensor([max(row.sampling.temperature, _COLDEST) for row in rows], dtype=torch.float32)
     peak = values.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-    scaled = (values - peak) / warmth.to(torch.float32)[:, None]
-    limits = thresholds(scaled, [row.sampling for row in rows])
-    winners: list[Tensor] = []
-    for index, row in enumerate(rows):
-        limit = limits[index]
-        if limit is None:
-            noise = kernels.gumbel(row.seed, row.position, None, vocab)
-            winners.append((scaled[index] + noise).argmax())
-        else:
-            ids = (scaled[index] >= limit).nonzero().flatten()
-            noise = kernels.gumbel(row.seed, row.position, ids, vocab)
-            winners.append(ids[(scaled[index][ids] + noise).argmax()])
-    tokens: list[int] = torch.stack(winners).tolist()
+    scaled = (values - peak) / warmth.to(values.device)[:, None]
+    tokens: list[int] = torch.stack([_gumbel_max(scaled[i], row, kernels) for i, row in enumerate(rows)]).tolist()
     return tokens
+
+
+def _gumbel_max(scaled: Tensor, row: SampleRow, kernels: SamplingKernels) -> Tensor:
+    limit = threshold(scaled, row.sampling)
+    if limit is None:
+        return argmax(scaled + kernels.gumbel(row.seed, row.position, None, scaled.numel()))
+    ids = at_least(scaled, limit)
+    noise = kernels.gumbel(row.seed, row.position, ids, scaled.numel())
+    return ids[argmax(scaled[ids] + noise)]
 
 
 def _edits(row: SampleRow) -> bool:
@@ -109,19 +108,24 @@ def _edits(row: SampleRow) -> bool:
 
 def _edit(values: Tensor, row: SampleRow) -> None:
     """Penalties, bias and ban on one row [vocab], in place."""
-    sampling, device = row.sampling, values.device
+    sampling = row.sampling
+
+    def ids(tokens: Sequence[int]) -> Tensor:
+        return torch.tensor(tokens, dtype=torch.int64, device=values.device)
+
     if sampling.repetition_penalty != 1.0:
-        seen = torch.unique(torch.tensor([*row.prompt, *row.output], dtype=torch.int64, device=device))
+        seen = ids([*row.prompt, *row.output])
         old = values[seen]
         values[seen] = torch.where(old > 0, old / sampling.repetition_penalty, old * sampling.repetition_penalty)
     if (sampling.presence_penalty or sampling.frequency_penalty) and len(row.output):
-        output = torch.tensor(list(row.output), dtype=torch.int64, device=device)
-        ids, counts = torch.unique(output, return_counts=True)
-        values[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(torch.float32)
-    for token, bias in sampling.logit_bias:
-        values[token] += bias
+        counts = Counter(row.output)
+        costs = [sampling.presence_penalty + sampling.frequency_penalty * count for count in counts.values()]
+        values[ids(list(counts))] -= torch.tensor(costs, dtype=torch.float32, device=values.device)
+    if sampling.logit_bias:
+        tokens, biases = zip(*sampling.logit_bias, strict=True)
+        values[ids(tokens)] += torch.tensor(biases, dtype=torch.float32, device=values.device)
     if len(row.output) < sampling.min_tokens:
-        values[torch.tensor(sampling.banned_until_min(), dtype=torch.int64, device=device)] = -math.inf
+        values[ids(sampling.banned_until_min())] = -math.inf
 
 
 def _logprobs(logits: Tensor, rows: Sequence[SampleRow], tokens: Sequence[int]) -> list[Sampled]:
