@@ -93,12 +93,16 @@ class Hub:
         _configure(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.socket.bind(bind)
-        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = self.bind(bind)
         self._window = window
         self._sessions: dict[str, Session] = {}
         self._heard_s: dict[str, float] = {}
         self._dead: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+    def bind(self, endpoint: str) -> str:
+        """Listen there too; returns the endpoint with the port that was picked. Raises `zmq.ZMQError`."""
+        self.socket.bind(endpoint)
+        return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def peers(self) -> list[str]:
         return list(self._sessions)

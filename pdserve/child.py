@@ -16,6 +16,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from pdserve.config import child_environment
 from pdserve.errors import PDServeError
 
 # kind -> the module whose `main(config) -> int` runs it; imported only in the child
@@ -27,13 +28,16 @@ KINDS = {
 }
 
 
-def spawn(kind: str, config: dict[str, Any], *, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+def spawn(
+    kind: str, config: dict[str, Any], *, pass_fds: Sequence[int] = (), num_threads: int = 1
+) -> subprocess.Popen[bytes]:
     """Start a child of one of `KINDS`; `config` must be plain JSON data."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind of child {kind!r}")
     process = subprocess.Popen(
         [sys.executable, "-m", "pdserve.child", kind],
         stdin=subprocess.PIPE,
+        env=child_environment(num_threads),
         pass_fds=tuple(pass_fds),
         start_new_session=True,  # a Ctrl-C on the terminal is the supervisor's to handle
     )

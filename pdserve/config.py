@@ -163,6 +163,10 @@ class CoreConfig:
     core: CoreOptions
     timeouts: TimeoutOptions
     is_colocated: bool
+    max_model_len: int
+    landing_share: float
+    max_batched_tokens: int
+    model_dir: str  # for the tokenizer: stop strings of a first token
     endpoint: str  # ZeroMQ endpoint to bind for everybody on this machine; `core.control` is bound beside it
     run_dir: str
 
@@ -180,6 +184,7 @@ class FrontConfig:
     max_model_len: int
     dtype: str
     listen_fd: int  # bound and listening, shared by all front ends
+    drain_s: float  # how long open streams may go on after SIGTERM
 
 
 def cache_folder() -> Path:

@@ -1,0 +1,128 @@
+"""Everything `pdserve up` decides before it starts a process: model, pool sizes, devices, sockets, folders.
+
+Owns start-up checks, so that whatever is wrong is one line and exit status 2 with nothing left behind. Invariant: what
+children are told (blocks, length limit, cores) was worked out once, here.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.config import ServeConfig, cache_folder, runtime_folder
+from pdserve.errors import ConfigError
+from pdserve.layout import KVLayout
+from pdserve.machine import (
+    DevicePlan,
+    allowed_cores,
+    available_memory_bytes,
+    count_gpus,
+    plan_devices,
+    pool_blocks,
+)
+from pdserve.model.spec import ModelSpec, read_spec
+from pdserve.model.store import resolve, served_name
+from pdserve.runtime import private_folder, started_ticks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    config: ServeConfig
+    model_dir: Path
+    model_name: str  # as served
+    spec: ModelSpec
+    layout: KVLayout
+    kv_blocks: int  # per worker; 0: the worker decides, on a GPU
+    max_model_len: int
+    devices: DevicePlan
+    run_dir: Path
+    http: socket.socket
+    admin: socket.socket
+
+    @property
+    def base_url(self) -> str:
+        host, port = self.http.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.admin.getsockname()[1]}"
+
+    def close(self) -> None:
+        self.http.close()
+        self.admin.close()
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+
+
+def prepare(config: ServeConfig, *, has_workers: bool, say: Callable[[str], None]) -> Prepared:
+    """Resolve everything; raises `ConfigError` or `ModelError`. The caller closes what comes back."""
+    http = listen(config.http.host, config.http.port, "--port")
+    admin = listen("127.0.0.1", config.http.admin_port, "--admin-port")
+    try:
+        model_dir = resolve(config.engine.model, cache_dir=cache_folder() / "models", say=say)
+        spec = read_spec(model_dir)
+        num_workers = config.pools.prefill + config.pools.decode
+        devices = plan_devices(config.pools, allowed_cores(), count_gpus())
+        first = devices.devices[0].name
+        layout = spec.kv_layout(dtype=config.engine.dtype, block_size=config.engine.block_size_on(first))
+        kv_blocks = 0
+        if has_workers and not first.startswith("cuda"):
+            kv_blocks = pool_blocks(config.engine, layout, available_memory_bytes(), num_workers)
+        return Prepared(
+            config=config,
+            model_dir=model_dir,
+            model_name=config.http.served_model_name or served_name(config.engine.model),
+            spec=spec,
+            layout=layout,
+            kv_blocks=kv_blocks,
+            max_model_len=longest(config.engine.max_model_len, spec, layout, kv_blocks),
+            devices=devices,
+            run_dir=make_run_dir(),
+            http=http,
+            admin=admin,
+        )
+    except BaseException:
+        http.close()
+        admin.close()
+        raise
+
+
+def longest(asked: int | None, spec: ModelSpec, layout: KVLayout, kv_blocks: int) -> int:
+    """The context limit: what was asked, the model's, at most what a pool holds. Raises `ConfigError`."""
+    if asked is not None and asked > spec.max_positions:
+        raise ConfigError(f"--max-model-len is {asked}; the model's limit is {spec.max_positions}")
+    limit = asked or spec.max_positions
+    return min(limit, (kv_blocks - 1) * layout.block_size) if kv_blocks else limit
+
+
+def listen(host: str, port: int, flag: str) -> socket.socket:
+    """A listening socket; raises `ConfigError` when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = socket.socket(family, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind((host.strip("[]"), port))
+        server.listen(2048)
+    except OSError as error:
+        server.close()
+        raise ConfigError(
+            f"{flag} {port} on {host}: {error.strerror or error}; choose another, or 0 for a free one"
+        ) from None
+    return server
+
+
+def make_run_dir() -> Path:
+    """A folder for this server's Unix sockets; those of servers that were killed are removed on the way."""
+    base = private_folder(runtime_folder())
+    for old in base.glob("run-*-*"):
+        _, pid, ticks = old.name.split("-", 2)
+        if pid.isdecimal() and str(started_ticks(int(pid))) != ticks.partition("-")[0]:
+            shutil.rmtree(old, ignore_errors=True)
+    path = base / f"run-{os.getpid()}-{started_ticks(os.getpid())}-{secrets.token_hex(2)}"
+    path.mkdir(mode=0o700)
+    return path
