@@ -40,7 +40,7 @@ class Leases:
 
     def expire(self, now_s: float) -> list[Hashable]:
         """Make overdue leases reclaimable; returns those that became so now. Forgets leases that were reclaimed."""
-        for holder in [holder for holder in self._deadline_s if not self._pool.holds(holder)]:
+        for holder in [holder for holder in self._deadline_s if holder not in self]:
             del self._deadline_s[holder]
         if now_s < self._suspended_until_s:
             return []
@@ -56,7 +56,7 @@ class Leases:
         self._suspended_until_s = until_s
 
     def holders(self) -> list[Hashable]:
-        return [holder for holder in self._deadline_s if self._pool.holds(holder)]
+        return [holder for holder in self._deadline_s if holder in self]
 
     def __contains__(self, holder: Hashable) -> bool:
         return holder in self._deadline_s and self._pool.holds(holder)
