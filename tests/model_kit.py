@@ -98,11 +98,18 @@ def reference_greedy(model: transformers.PreTrainedModel, prompt: list[int], num
 class Engine:
     """A runner and the simplest of schedulers: everything runs at once, each request in its own blocks."""
 
-    def __init__(self, directory: Path, *, dtype: str = "float32", num_blocks: int = 512, block_size: int = 16) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        dtype: str = "float32",
+        num_blocks: int = 512,
+        block_size: int = 16,
+        force: str = "auto",
+    ) -> None:
         self.spec = read_spec(directory)
-        device = torch.device("cpu")
-        kernels = select(device, DTYPES[dtype], self.spec.head_dim)
-        weights = load(directory, self.spec, device=device, dtype=dtype, kernels=kernels)
+        kernels = select("cpu", dtype, self.spec.head_dim, force)
+        weights = load(directory, self.spec, device="cpu", dtype=dtype, kernels=kernels)
         layout = self.spec.kv_layout(dtype=dtype, block_size=block_size)
         kv = torch.full(layout.shape(num_blocks), torch.nan, dtype=DTYPES[dtype])
         self.runner = Runner(Decoder(self.spec, weights, kernels), kv)

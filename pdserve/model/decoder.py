@@ -59,7 +59,7 @@ class Decoder:
             normed = self._mlp(layer, mixed, residual)
             following = weights.norm if index == last else weights.layers[index + 1].input_norm
             normed = layer_kernels.add_rms_norm(normed, residual, following, eps)
-        return weights.lm_head(normed).float()
+        return weights.lm_head(normed)
 
     def _attend(self, queries: Tensor, kv: Tensor, batch: Batch) -> Tensor:
         """[rows, heads, head_dim] -> [rows, heads * head_dim]."""

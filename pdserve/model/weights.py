@@ -38,21 +38,21 @@ class Weights:
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [hidden]
-    lm_head: PackedLinear  # hidden -> vocab
+    lm_head: PackedLinear  # hidden -> vocab, in float32
     device: torch.device
     dtype: torch.dtype
     weight_bytes: int  # of the tensors read; a tied embedding that a kernel packs for lm_head counts twice
 
 
-def load(directory: Path, spec: ModelSpec, *, device: torch.device, dtype: str, kernels: KernelSet) -> Weights:
+def load(directory: Path, spec: ModelSpec, *, device: str, dtype: str, kernels: KernelSet) -> Weights:
     """Read, fuse and pack layer by layer, so that the peak is the packed model and one layer."""
-    reader = _Reader(open_checkpoint(directory), device, DTYPES[dtype], kernels)
+    reader = _Reader(open_checkpoint(directory), torch.device(device), DTYPES[dtype], kernels)
     try:
         embedding = reader.read("model.embed_tokens.weight").clone()
         layers = tuple(_load_layer(reader, spec, f"model.layers.{layer}.") for layer in range(spec.num_layers))
         norm = reader.read("model.norm.weight").clone()
         head = embedding if spec.tied_embeddings else reader.read("lm_head.weight").clone()
-        lm_head = reader.pack(head, None)
+        lm_head = kernels.layer.pack_linear(head, None, float32_out=True)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{directory}: the weights cannot be read: {error}") from None
     finally:
@@ -62,7 +62,7 @@ def load(directory: Path, spec: ModelSpec, *, device: torch.device, dtype: str, 
         layers=layers,
         norm=norm,
         lm_head=lm_head,
-        device=device,
+        device=torch.device(device),
         dtype=DTYPES[dtype],
         weight_bytes=reader.num_bytes,
     )
@@ -108,9 +108,7 @@ class _Reader:
     def linear(self, names: list[str], has_bias: bool) -> PackedLinear:
         """One packed product for `names`, stacked along the outputs."""
         weight = torch.cat([self.read(f"{name}.weight") for name in names])
-        return self.pack(weight, torch.cat([self.read(f"{name}.bias") for name in names]) if has_bias else None)
-
-    def pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        bias = torch.cat([self.read(f"{name}.bias") for name in names]) if has_bias else None
         return self._kernels.layer.pack_linear(weight, bias)
 
     def close(self) -> None:
