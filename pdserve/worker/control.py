@@ -1,7 +1,7 @@
 """One epoch's conversation between a worker and the core.
 
-Owns the link and what the current turn has to report; decides nothing. Tokens and stamps of one turn travel in one
-message. Invariant: nothing reported is dropped; when the core cannot take more, `has_room` is False and the node pauses.
+Owns the link and what the current turn has to report; decides nothing. Tokens and stamps of one turn travel together.
+Invariant: nothing reported is dropped; when the core cannot take more, `has_room` is False and the node pauses.
 """
 
 from __future__ import annotations
