@@ -49,7 +49,7 @@ class DecodeAttention(Protocol):
 
 
 PackedLinear = Callable[[Tensor], Tensor]
-"""x [rows, in_features] -> [rows, out_features] in x's dtype."""
+"""x [rows, in_features] -> [rows, out_features] in x's dtype, or in float32 where it was packed so."""
 
 
 class LayerKernels(Protocol):
@@ -66,25 +66,28 @@ class LayerKernels(Protocol):
     ) -> Tensor:
         """Rotate queries and keys, write keys and values into their cache slots, return the queries.
 
-        `qkv` [tokens, (q_heads + 2 * kv_heads) * head_dim]; `rope` float32 [tokens, 2, head_dim / 2]: cosines and sines
-        per token, half-split rotation as in Llama (Su et al., 2021); `slots` int64 [tokens]: block * block_size + offset;
-        `kv` as in attention. `norms` = (q weight, k weight, eps) of Qwen3's per-head RMSNorm before the rotation.
-        Returns [tokens, q_heads, head_dim], contiguous.
+        `qkv` [tokens, (q_heads + 2 * kv_heads) * head_dim]; `rope` float32 [tokens, 2, head_dim / 2]: cosines and
+        sines per token, half-split rotation as in Llama (Su et al., 2021); `slots` int64 [tokens]: block * block_size +
+        offset; `kv` as in attention. `norms` = (q weight, k weight, eps) of Qwen3's per-head RMSNorm before the
+        rotation. Returns [tokens, q_heads, head_dim], contiguous.
         """
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[rows, 2 * inner] -> silu(first half) * second half, [rows, inner]."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """Take `weight` [out_features, in_features] into whatever layout is fastest; the caller then drops its own."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> PackedLinear:
+        """Take `weight` [out_features, in_features] into whatever layout is fastest; the caller then drops its own.
+
+        With `float32_out` (lm_head) sums leave in float32, not rounded to x's dtype.
+        """
 
 
 class SamplingKernels(Protocol):
     def gumbel(self, seed: int, position: int, token_ids: Tensor | None, vocab_size: int) -> Tensor:
         """Float32 Gumbel noise for `token_ids` (int64 [k]), or for all of [0, vocab_size) when None.
 
-        Philox4x32-10 (Salmon et al., 2011), key = the 64-bit seed, counter = (token id, 0, position low, position high);
-        the value of an id never depends on which other ids are drawn. The same bits on every machine and device.
+        Philox4x32-10 (Salmon et al., 2011), key = the 64-bit seed, counter = (token id, 0, position low, position
+        high); the value of an id never depends on which other ids are drawn. The same bits on every machine and device.
         """
 
 

@@ -1,0 +1,86 @@
+"""Linear layers on CPU: one copy of the weights, in huge pages, in the layout the machine reads fastest.
+
+bfloat16 on a CPU with AMX: packed tiles, any number of rows. Otherwise row-major, so that the native kernel serves few
+rows and torch (oneDNN, MKL) many from the same memory.
+Invariant: never more than one copy of a weight; sums are float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pd_kernels.cpu.arena import Arena
+from pd_kernels.cpu.library import Library
+from pd_kernels.protocols import PackedLinear
+
+DEPTH = 32  # in_features must be a multiple of it; others go through torch
+FEW_ROWS = {torch.bfloat16: 32, torch.float32: 8}  # up to here the row-major kernel beats torch's linear
+
+
+def pack(library: Library, arena: Arena, weight: Tensor, bias: Tensor | None, float32_out: bool) -> PackedLinear:
+    """The fastest linear for `weight` [out_features, in_features]; the caller may drop its copy afterwards."""
+    n, k = weight.shape
+    if weight.dtype is torch.bfloat16 and library.has_amx and k % DEPTH == 0:
+        packed = arena.empty((-(-n // 64) * 64 * k,), weight.dtype)
+        source = weight.contiguous()
+        library.pack_tiles(source.data_ptr(), packed.data_ptr(), n, k)
+        return TileLinear(library, packed, (n, k), bias, float32_out)
+    rows = arena.empty((n, k), weight.dtype)
+    rows.copy_(weight)
+    return RowLinear(library, rows, bias, float32_out)
+
+
+class TileLinear:
+    """AMX over packed tiles."""
+
+    def __init__(
+        self, library: Library, packed: Tensor, shape: tuple[int, int], bias: Tensor | None, float32_out: bool
+    ) -> None:
+        self._call, self._packed = library.linear_tiles, packed
+        self._n, self._k = shape
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._pointers = (packed.data_ptr(), None if self._bias is None else self._bias.data_ptr())
+        self._dtype = torch.float32 if float32_out else torch.bfloat16
+        self._wide = int(float32_out)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, k = x.shape
+        if k != self._k or x.dtype is not torch.bfloat16:
+            raise ValueError(f"linear takes bfloat16 [rows, {self._k}], not {x.dtype} {tuple(x.shape)}")
+        x = x.contiguous()
+        out = torch.empty((rows, self._n), dtype=self._dtype)
+        packed, bias = self._pointers
+        threads = torch.get_num_threads()
+        self._call(x.data_ptr(), packed, bias, out.data_ptr(), rows, self._n, k, self._wide, threads)
+        return out
+
+
+class RowLinear:
+    """Row-major weights: the native kernel for few rows, torch for many."""
+
+    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None, float32_out: bool) -> None:
+        self._call, self._weight = library.linear_rows, weight
+        self._bias = bias
+        self._wide_bias = None if bias is None else bias.float().contiguous()
+        self._bias_pointer = None if self._wide_bias is None else self._wide_bias.data_ptr()
+        self._float32_out = float32_out
+        self._is_bf16 = int(weight.dtype is torch.bfloat16)
+        self._few = FEW_ROWS.get(weight.dtype, 0) if weight.shape[1] % DEPTH == 0 else 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if rows > self._few:
+            y = functional.linear(x, self._weight, self._bias)
+            return y.float() if self._float32_out else y
+        n, k = self._weight.shape
+        if x.shape[1] != k or x.dtype is not self._weight.dtype:
+            raise ValueError(f"linear takes {self._weight.dtype} [rows, {k}], not {x.dtype} {tuple(x.shape)}")
+        x = x.contiguous()
+        out = torch.empty((rows, n), dtype=torch.float32 if self._float32_out else x.dtype)
+        weight, bias = self._weight.data_ptr(), self._bias_pointer
+        wide = int(self._float32_out)
+        threads = torch.get_num_threads()
+        self._call(self._is_bf16, x.data_ptr(), weight, bias, out.data_ptr(), rows, n, k, wide, threads)
+        return out

@@ -1,0 +1,247 @@
+// Prefill attention: bound by arithmetic. Rows are (token, query head of the group) pairs, so grouped queries share keys and
+// values; 256 keys at a time are packed once and meet every tile of 32 rows; softmax is online over those blocks (Dao et al., 2022).
+// Two engines: AMX tiles for bf16, float32 multiply-adds for everything else.
+#include "amx.h"
+#include "attention.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace pd {
+namespace {
+
+constexpr int64_t KEYS = 256;     // keys per block
+constexpr int64_t TILE_ROWS = 32;
+constexpr int64_t ITEM_ROWS = 1024;  // rows per unit of work: the packed keys of a block are used this often
+constexpr float MASKED = -1e30f;
+
+int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// A engine multiplies A [32][depth] by B packed in panels of 16 columns, `stride` elements apart, into c [32][columns].
+struct FloatEngine {
+    using Operand = float;
+    static constexpr int64_t DEPTH = 16;
+    static void begin() {}
+    static void end() {}
+
+    // rows[n] are the columns of B.
+    template <class T>
+    static void pack_columns(const T* const* rows, int64_t n, int64_t padded, int64_t depth, int64_t padded_depth, float* b) {
+        std::memset(b, 0, sizeof(float) * padded * padded_depth);
+        for (int64_t j = 0; j < n; ++j) {
+            float* panel = b + j / 16 * 16 * padded_depth + j % 16;
+            for (int64_t d = 0; d < depth; ++d) panel[d * 16] = to_float(rows[j][d]);
+        }
+    }
+    // rows[k] are the rows of B, n wide.
+    template <class T>
+    static void pack_rows(const T* const* rows, int64_t k, int64_t padded, int64_t n, int64_t padded_n, float* b) {
+        for (int64_t j = 0; j < padded_n; j += 16)
+            for (int64_t t = 0; t < padded; ++t, b += 16) store(b, t < k && j < n ? load(rows[t] + j) : f32x16{});
+    }
+    static void multiply(const float* a, int64_t a_row, const float* b, int64_t stride, int64_t depth, float* c, int64_t c_row,
+                         int64_t columns, bool accumulate) {
+        for (int64_t j = 0; j < columns; j += 32, b += 2 * stride)
+            for (int64_t r = 0; r < TILE_ROWS; r += 8) block(a + r * a_row, a_row, b, b + stride, depth, c + r * c_row + j, c_row, accumulate);
+    }
+    static void block(const float* a, int64_t a_row, const float* b0, const float* b1, int64_t depth, float* c, int64_t c_row, bool accumulate) {
+        f32x16 x[8] = {}, y[8] = {};
+        for (int64_t k = 0; k < depth; ++k) {
+            f32x16 left = load(b0 + k * 16), right = load(b1 + k * 16);
+            for (int r = 0; r < 8; ++r) {
+                f32x16 value = splat(a[r * a_row + k]);
+                x[r] = fma(value, left, x[r]);
+                y[r] = fma(value, right, y[r]);
+            }
+        }
+        for (int r = 0; r < 8; ++r) {
+            store(c + r * c_row, accumulate ? x[r] + load(c + r * c_row) : x[r]);
+            store(c + r * c_row + 16, accumulate ? y[r] + load(c + r * c_row + 16) : y[r]);
+        }
+    }
+};
+
+#if defined(PD_HAS_AMX)
+struct AmxEngine {
+    using Operand = bf16;
+    static constexpr int64_t DEPTH = 32;
+    static void begin() { amx::configure(16, 16); }
+    static void end() { amx::release(); }
+
+    static void pack_columns(const bf16* const* rows, int64_t n, int64_t padded, int64_t depth, int64_t padded_depth, bf16* b) {
+        std::memset(b, 0, 2 * padded * padded_depth);
+        for (int64_t j = 0; j < n; ++j) {
+            bf16* panel = b + j / 16 * 16 * padded_depth + j % 16 * 2;
+            for (int64_t d = 0; d < depth; d += 2) std::memcpy(panel + d * 16, rows[j] + d, 4);
+        }
+    }
+    static void pack_rows(const bf16* const* rows, int64_t k, int64_t padded, int64_t n, int64_t padded_n, bf16* b) {
+        for (int64_t j = 0; j < padded_n; j += 16)
+            for (int64_t t = 0; t < padded; t += 2, b += 32) {
+                u16x16 zero = {};
+                u16x16 even = t < k && j < n ? *reinterpret_cast<const u16x16u*>(rows[t] + j) : zero;
+                u16x16 odd = t + 1 < k && j < n ? *reinterpret_cast<const u16x16u*>(rows[t + 1] + j) : zero;
+                u32x16 pairs = __builtin_convertvector(even, u32x16) | (__builtin_convertvector(odd, u32x16) << 16);
+                std::memcpy(b, &pairs, 64);
+            }
+    }
+    static void multiply(const bf16* a, int64_t a_row, const bf16* b, int64_t stride, int64_t depth, float* c, int64_t c_row,
+                         int64_t columns, bool accumulate) {
+        for (int64_t j = 0; j < columns; j += 32, b += 2 * stride)
+            amx::multiply_2x2(a, a_row, 16, b, stride, depth / 32, c + j, c_row, accumulate);
+    }
+};
+#endif
+
+template <class E>
+struct Scratch {  // of one thread, kept between calls
+    using Operand = typename E::Operand;
+    std::vector<Operand> q, k, v;
+    std::vector<float> acc, highest, total;
+    alignas(64) float scores[TILE_ROWS * KEYS];
+    alignas(64) Operand weights[TILE_ROWS * KEYS];
+    const void* rows[KEYS];
+
+    void resize(int64_t num_rows, int64_t depth, int64_t width) {
+        q.assign(num_rows * depth, Operand{});
+        k.resize(KEYS * depth);
+        v.resize(KEYS * width);
+        acc.assign(num_rows * width, 0.0f);
+        highest.assign(num_rows, MASKED);
+        total.assign(num_rows, 0.0f);
+    }
+};
+
+// One row of scores against its first `visible` keys -> weights; the rest up to `columns` becomes 0.
+template <class Operand>
+void softmax_row(const float* scores, int64_t visible, int64_t columns, float scale, float& highest_so_far, float& total, Operand* weights,
+                 float* acc, int64_t width) {
+    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    int64_t full = visible / 16 * 16;
+    i32x16 inside = lane < static_cast<int32_t>(visible - full);
+    f32x16 top = splat(MASKED);
+    for (int64_t j = 0; j < full; j += 16) top = max(top, load(scores + j));
+    if (full < visible) top = max(top, inside ? load(scores + full) : splat(MASKED));
+    float best = std::max(highest(top) * scale, highest_so_far);
+    f32x16 sums = {};
+    int64_t j = 0;
+    for (; j < full; j += 16) {
+        f32x16 weight = exp(fma(load(scores + j), splat(scale), splat(-best)));
+        store(weights + j, weight);
+        sums += weight;
+    }
+    if (full < visible) {
+        f32x16 weight = inside ? exp(fma(load(scores + j), splat(scale), splat(-best))) : f32x16{};
+        store(weights + j, weight);
+        sums += weight;
+        j += 16;
+    }
+    for (; j < columns; j += 16) store(weights + j, f32x16{});
+    float factor = exp(splat(highest_so_far - best))[0];
+    total = total * factor + sum(sums);
+    highest_so_far = best;
+    if (factor != 1.0f)
+        for (int64_t d = 0; d < width; d += 16) store(acc + d, load(acc + d) * factor);
+}
+
+struct Item {  // rows of one request and one KV head
+    int64_t request, head, first_token, num_tokens;  // tokens of the flat batch
+    int64_t first_position;                          // of first_token in its sequence
+};
+
+template <class E, class T>
+void attend_item(const T* q, const T* kv, const int32_t* tables, T* out, const AttentionShape& s, const Item& item, Scratch<E>& scratch) {
+    int64_t group = s.q_heads / s.kv_heads, rows = item.num_tokens * group, padded_rows = round_up(rows, TILE_ROWS);
+    int64_t depth = round_up(s.dim, E::DEPTH), width = round_up(s.dim, 32);
+    scratch.resize(padded_rows, depth, width);
+    int64_t q_row = s.q_heads * s.dim, first = item.first_token * q_row + item.head * group * s.dim;
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t d = 0; d < s.dim; d += 16)
+            store(scratch.q.data() + r * depth + d, load(q + first + r / group * q_row + r % group * s.dim + d));
+    Cache<T> keys = cache_of(kv, tables, item.request, item.head, 0, s), values = cache_of(kv, tables, item.request, item.head, 1, s);
+    const T** pointers = reinterpret_cast<const T**>(scratch.rows);
+    int64_t context = item.first_position + item.num_tokens;
+    for (int64_t k0 = 0; k0 < context; k0 += KEYS) {
+        int64_t count = std::min(KEYS, context - k0), padded = round_up(count, 32);
+        keys.rows(k0, count, pointers);
+        E::pack_columns(pointers, count, padded, s.dim, depth, scratch.k.data());
+        values.rows(k0, count, pointers);
+        E::pack_rows(pointers, count, padded, s.dim, width, scratch.v.data());
+        for (int64_t r0 = 0; r0 < rows; r0 += TILE_ROWS) {
+            int64_t last = item.first_position + (std::min(r0 + TILE_ROWS, rows) - 1) / group;
+            if (last < k0) continue;
+            int64_t columns = std::min(padded, round_up(last - k0 + 1, 32));
+            E::multiply(scratch.q.data() + r0 * depth, depth, scratch.k.data(), 16 * depth, depth, scratch.scores, KEYS, columns, false);
+            for (int64_t r = 0; r < TILE_ROWS; ++r) {
+                int64_t position = item.first_position + (std::min(r0 + r, rows - 1)) / group;
+                int64_t visible = std::min(count, std::max<int64_t>(0, position - k0 + 1));
+                softmax_row(scratch.scores + r * KEYS, visible, columns, s.scale, scratch.highest[r0 + r], scratch.total[r0 + r],
+                            scratch.weights + r * KEYS, scratch.acc.data() + (r0 + r) * width, width);
+            }
+            E::multiply(scratch.weights, KEYS, scratch.v.data(), 16 * padded, columns, scratch.acc.data() + r0 * width, width, width, true);
+        }
+    }
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t d = 0; d < s.dim; d += 16)
+            store(out + first + r / group * q_row + r % group * s.dim + d,
+                  load(scratch.acc.data() + r * width + d) * (1.0f / scratch.total[r]));
+}
+
+std::vector<Item> split(const int32_t* query_start, const int32_t* contexts, const AttentionShape& s) {
+    std::vector<Item> items;
+    int64_t step = std::max<int64_t>(1, ITEM_ROWS / (s.q_heads / s.kv_heads));
+    for (int64_t r = 0; r < s.requests; ++r) {
+        int64_t begin = query_start[r], end = query_start[r + 1], offset = contexts[r] - end;
+        for (int64_t head = 0; head < s.kv_heads; ++head)
+            for (int64_t t = begin; t < end; t += step) items.push_back({r, head, t, std::min(step, end - t), t + offset});
+    }
+    return items;
+}
+
+template <class E, class T>
+void prefill(const T* q, const T* kv, const int32_t* query_start, const int32_t* contexts, const int32_t* tables, T* out,
+             const AttentionShape& s, int threads) {
+    std::vector<Item> items = split(query_start, contexts, s);
+    int64_t group = s.q_heads / s.kv_heads, num_items = static_cast<int64_t>(items.size());
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        static thread_local Scratch<E> scratch;
+        E::begin();
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < num_items; ++i) {
+            const Item& item = items[i];
+            if (item.num_tokens * group > 16) {
+                attend_item<E, T>(q, kv, tables, out, s, item, scratch);
+                continue;
+            }
+            for (int64_t t = 0; t < item.num_tokens; ++t) {  // a few rows: packing the context would cost more than it saves
+                int64_t row = ((item.first_token + t) * s.q_heads + item.head * group) * s.dim;
+                attend_one(q + row, cache_of(kv, tables, item.request, item.head, 0, s), cache_of(kv, tables, item.request, item.head, 1, s),
+                           item.first_position + t + 1, group, s.dim, s.scale, out + row);
+            }
+        }
+        E::end();
+    }
+}
+
+}  // namespace
+}  // namespace pd
+
+extern "C" void pd_prefill_attention(int is_bf16, int use_amx, const void* q, const void* kv, const int32_t* query_start,
+                                     const int32_t* contexts, const int32_t* tables, void* out, const pd::AttentionShape* shape, int threads) {
+    using namespace pd;
+    if (!is_bf16) {
+        prefill<FloatEngine>(static_cast<const float*>(q), static_cast<const float*>(kv), query_start, contexts, tables,
+                             static_cast<float*>(out), *shape, threads);
+        return;
+    }
+#if defined(PD_HAS_AMX)
+    if (use_amx) {
+        prefill<AmxEngine>(static_cast<const bf16*>(q), static_cast<const bf16*>(kv), query_start, contexts, tables,
+                           static_cast<bf16*>(out), *shape, threads);
+        return;
+    }
+#endif
+    prefill<FloatEngine>(static_cast<const bf16*>(q), static_cast<const bf16*>(kv), query_start, contexts, tables,
+                         static_cast<bf16*>(out), *shape, threads);
+}
