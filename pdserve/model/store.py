@@ -68,8 +68,8 @@ def resolve(name: str, *, cache_dir: Path | None = None, wheel: Path | None = No
     tell = say if say is not None else _quiet
     if name in PACKAGED:
         directory = _packaged(name, cache, wheel, tell)
-    elif Path(name).expanduser().is_dir():
-        directory = Path(name).expanduser().resolve()
+    elif (folder := _local(name)) is not None:
+        directory = folder
     elif _HUB_ID.fullmatch(name):
         directory = _from_hub(name, tell)
     else:
@@ -80,13 +80,19 @@ def resolve(name: str, *, cache_dir: Path | None = None, wheel: Path | None = No
 
 def served_name(name: str) -> str:
     """What clients call the model unless told otherwise: the packaged name, the hub id, or the folder's name."""
-    path = Path(name).expanduser()
-    return path.resolve().name if name not in PACKAGED and path.is_dir() else name
+    folder = None if name in PACKAGED else _local(name)
+    return name if folder is None else folder.name
 
 
 def packaged_dir(name: str, cache_dir: Path) -> Path:
     """Where a packaged model lies once converted; the digest of its source is part of the name."""
     return cache_dir / f"{name}-{PACKAGED[name].sha256[:16]}-v{CONVERSION_VERSION}"
+
+
+def _local(name: str) -> Path | None:
+    """The folder of that name, absolute, if there is one."""
+    path = Path.home() / name[2:] if name.startswith("~/") else Path(name)
+    return path.resolve() if name and path.is_dir() else None
 
 
 def _quiet(message: str) -> None:

@@ -41,7 +41,7 @@ class Weights:
     lm_head: PackedLinear  # hidden -> vocab, in float32
     device: torch.device
     dtype: torch.dtype
-    weight_bytes: int  # of the tensors read; a tied embedding that a kernel packs for lm_head counts twice
+    weight_bytes: int  # in the precision served; a copy that a kernel makes of a tied embedding is not counted
 
 
 def load(directory: Path, spec: ModelSpec, *, device: str, dtype: str, kernels: KernelSet) -> Weights:
