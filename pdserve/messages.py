@@ -161,6 +161,7 @@ class Output:
     sample: int
     first: int
     tokens: tuple[TokenText, ...]
+    mode: str = ""  # of the request's present placement, as in `Ended`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
