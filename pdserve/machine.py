@@ -6,6 +6,7 @@ Invariant: two workers share a device only when there are more workers than devi
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,14 @@ def _named(names: Sequence[str], pools: PoolOptions, cores: Sequence[int], num_g
         is_shared = num_workers > len(unique)
         devices.append(_gpu(name, pools, is_shared=is_shared) if name.startswith("cuda") else slots[number])
     return devices
+
+
+def device_by_hand(name: str, pools: PoolOptions, cores: Sequence[int], num_gpus: int) -> Device:
+    """The device of a worker started by itself; --prefill and --decode tell how many share this machine."""
+    number = int(device_list(name)[0].partition(":")[2])
+    num_workers = pools.prefill + pools.decode
+    num_slots = pools.cpu_slots or min(len(cores), max(num_workers, number + 1))
+    return _named([name], dataclasses.replace(pools, cpu_slots=num_slots), cores, num_gpus)[0]
 
 
 def count_gpus() -> int:

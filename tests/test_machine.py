@@ -11,6 +11,7 @@ from pdserve.machine import (
     allowed_cores,
     available_memory_bytes,
     count_gpus,
+    device_by_hand,
     least_used,
     plan_devices,
     pool_blocks,
@@ -82,6 +83,15 @@ def test_naming_one_slot_of_two_leaves_the_other_alone():
 def test_a_device_that_is_not_there_is_named(devices):
     with pytest.raises(ConfigError, match=r"--devices names|only 2 cores"):
         plan_devices(PoolOptions(devices=devices), [0, 1], num_gpus=0)
+
+
+def test_a_worker_started_by_hand_gets_its_share_of_the_cores():
+    cores = [0, 1, 2, 3]
+    assert device_by_hand("cpu:1", PoolOptions(), cores, num_gpus=0).cores == (2, 3)
+    assert device_by_hand("cpu:1", PoolOptions(decode=3), cores, num_gpus=0).cores == (1,)
+    assert device_by_hand("cpu:0", PoolOptions(cpu_slots=1), cores, num_gpus=0).cores == (0, 1, 2, 3)
+    with pytest.raises(ConfigError, match="there are 0 GPUs"):
+        device_by_hand("cuda:0", PoolOptions(), cores, num_gpus=0)
 
 
 def test_the_least_used_device_is_the_first_of_those_that_tie():
