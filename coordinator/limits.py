@@ -26,6 +26,7 @@ class Limits:
     local_prefill_tokens: int = 64  # with `auto`: prompts with fewer uncached tokens are prefilled where they decode
     disaggregate: Literal["always", "auto", "never"] = "always"
     on_empty_pool: Literal["fail", "queue", "local"] = "fail"
+    on_kv_error: Literal["retry", "fail"] = "retry"
     is_colocated: bool = False  # no prefill workers by design
     router: Literal["round_robin", "least_load", "power_of_two", "prefix_aware"] = "prefix_aware"
     link_bytes_per_s: float = 1e9  # the router's guess of what a hand-off reaches

@@ -6,8 +6,8 @@ Invariant: each stamp is made once per attempt, where the thing happens, on CLOC
 
 from __future__ import annotations
 
-# Made by a worker, in `StepReport.stamps`. A prefill worker makes the first two; a decode worker that prefills by itself
-# (local, colocated) makes them too, and none about a transfer.
+# Made by a worker, in `StepReport.stamps`. A prefill worker makes the first two; a decode worker that prefills by
+# itself (local, colocated) makes them too, and none about a transfer.
 PREFILL_STARTED = "prefill_started"  # the step with its first chunk begins; value: tokens skipped by the prefix cache
 FIRST_TOKEN_READY = "first_token_ready"  # the first token of the attempt is sampled
 TRANSFER_STARTED = "transfer_started"  # decode worker: the first read is posted; value: leading tokens it already held
