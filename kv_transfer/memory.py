@@ -12,85 +12,27 @@ import fcntl
 import mmap
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.errors import ConfigError
+from pdserve.machine import available_memory_bytes
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 SMALL_PAGE_BYTES = mmap.PAGESIZE
 F_SEAL_FUTURE_WRITE = 0x10  # the owner's mapping stays writable, none made later is
 _MADV_POPULATE_WRITE = 23
-_UNLIMITED_BYTES = 1 << 60
 
 ByteArray = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Available:
-    """How much memory could still be taken, and which limit says so."""
-
-    num_bytes: int
-    limit: str
-
-
-def available(*, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> Available:
-    """The least of MemAvailable and what every memory cgroup around this process leaves."""
-    found = [Available(num_bytes=_mem_available(proc), limit="MemAvailable")]
-    found += [
-        Available(num_bytes=left, limit=f"cgroup limit {folder}")
-        for folder, left in _cgroup_left((proc / "self/cgroup"), cgroup_root)
-    ]
-    return min(found, key=lambda each: each.num_bytes)
-
-
-def _mem_available(proc: Path) -> int:
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
-    return int(match[1]) * 1024 if match else _UNLIMITED_BYTES
-
-
-def _cgroup_left(membership: Path, root: Path) -> Iterator[tuple[Path, int]]:
-    """(folder, bytes left) of every limited memory cgroup from this process's own up to the root, versions 1 and 2."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            top, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        inside = Path(path.lstrip("/"))
-        for folder in (top / each for each in (inside, *inside.parents)):
-            left = _left_in(folder, *names)
-            if left is not None:
-                yield folder, left
-
-
-def _left_in(folder: Path, limit_name: str, used_name: str, reclaimable: str) -> int | None:
-    try:
-        limit = (folder / limit_name).read_text().strip()
-        if limit == "max" or int(limit) >= _UNLIMITED_BYTES:
-            return None
-        used = int((folder / used_name).read_text())
-        match = re.search(rf"^{reclaimable} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
-    except (OSError, ValueError):
-        return None
-    return max(0, int(limit) - used + (int(match[1]) if match else 0))
-
-
-def check_fits(num_bytes: int, room: Available) -> None:
+def check_fits(num_bytes: int, available_bytes: int) -> None:
     """Raises ConfigError, naming both numbers, when the pool is larger than what is left."""
-    if num_bytes > room.num_bytes:
+    if num_bytes > available_bytes:
         raise ConfigError(
-            f"the KV pool needs {_gib(num_bytes)}, but only {_gib(room.num_bytes)} is left ({room.limit}); "
+            f"the KV pool needs {_gib(num_bytes)}, but only {_gib(available_bytes)} of memory is available; "
             "lower --kv-memory-gb or --kv-blocks"
         )
 
@@ -114,7 +56,7 @@ class PoolMemory:
     def allocate(cls, num_bytes: int, *, shared: bool) -> PoolMemory:
         """Take `num_bytes`, private with huge pages or as a sealed memfd; raises ConfigError when they do not fit."""
         assert num_bytes > 0, num_bytes
-        check_fits(num_bytes, available())
+        check_fits(num_bytes, available_memory_bytes())
         size = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         fd = None
         try:

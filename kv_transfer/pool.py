@@ -11,6 +11,7 @@ import numpy as np
 
 from kv_transfer.header import GenerationHeader
 from kv_transfer.memory import ByteArray, PoolMemory
+from kv_transfer.syscalls import why_forbidden
 
 _TEST_BYTES = 4 * 1024 * 1024
 _MOST_TEST_BLOCKS = 16
@@ -35,15 +36,19 @@ def test_pattern(block: int, block_bytes: int) -> ByteArray:
 class Pool:
     """`num_blocks` blocks of `block_bytes`, and what lies behind them."""
 
-    def __init__(self, *, num_blocks: int, block_bytes: int, epoch: str, shared: bool = False) -> None:
-        """Raises ConfigError when the memory does not fit the machine."""
+    def __init__(self, *, num_blocks: int, block_bytes: int, epoch: str, shared: bool | None = None) -> None:
+        """Private memory, or a memfd when `shared`; None: a memfd only where peers cannot read this process's memory.
+
+        Raises ConfigError when the memory does not fit the machine.
+        """
+        self.why_shared = "asked for" if shared else why_forbidden() if shared is None else ""
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.total_blocks = total_blocks(num_blocks, block_bytes)
         num_test = num_test_blocks(block_bytes)
         self.test_blocks = range(num_blocks, num_blocks + num_test)
         self.scratch_blocks = range(num_blocks + num_test, self.total_blocks)
-        self.memory = PoolMemory.allocate(self.total_blocks * block_bytes, shared=shared)
+        self.memory = PoolMemory.allocate(self.total_blocks * block_bytes, shared=bool(self.why_shared))
         self.header = GenerationHeader(num_blocks=num_blocks, epoch=epoch, num_fixed=2 * num_test)
         for index, block in enumerate(self.test_blocks):
             self.bytes_of(block)[:] = test_pattern(index, block_bytes)

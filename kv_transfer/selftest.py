@@ -6,16 +6,23 @@ live block is disturbed. Invariant: a link passes only when the bytes that arriv
 
 from __future__ import annotations
 
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zmq
 
+from kv_transfer.header import new_epoch
 from kv_transfer.links import BlockRead, Reader
+from kv_transfer.offers import openers
 from kv_transfer.pool import Pool, num_test_blocks, test_pattern
+from kv_transfer.stand_in import StandIn
 from pdserve.errors import TransferError
+from pdserve.layout import KVLayout
 
 ROUNDS = 3
 TIMEOUT_S = 2.0
@@ -97,3 +104,28 @@ def _memcpy_rate(pool: Pool) -> float:
         scratch[:] = source
         best_s = min(best_s, time.monotonic() - began_s)
     return len(scratch) / max(best_s, 1e-9)
+
+
+_DOCTOR_LAYOUT = KVLayout(
+    model="self-test", dtype="bfloat16", num_layers=32, num_kv_heads=4, head_dim=64, block_size=16
+)
+
+
+def describe() -> Iterator[str]:
+    """One line per link of this machine, measured between this process and another one."""
+    pool = Pool(num_blocks=4, block_bytes=_DOCTOR_LAYOUT.block_bytes, epoch=new_epoch())
+    yield f"KV pool pages: {pool.memory.page_kind}{f', a memfd: {pool.why_shared}' if pool.why_shared else ''}"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with tempfile.TemporaryDirectory(prefix="pdserve-doctor-") as folder:
+        for kind, opener in openers(pool, kinds="auto", context=context, slice_s=1.0).items():
+            try:
+                with StandIn(kind, Path(folder), layout=_DOCTOR_LAYOUT, num_blocks=4, shared=None) as other:
+                    reader = opener(other.peer.links[0], other.peer)
+                    test = self_test(reader, pool, peer_num_blocks=other.peer.num_blocks)
+                    reader.close()
+            except TransferError as error:
+                yield f"{kind} does not work: {error}"
+            else:
+                yield str(test)
+    context.term()
+    pool.close()

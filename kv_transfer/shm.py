@@ -7,7 +7,6 @@ forgotten, never waited for beyond half a second.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -23,7 +22,6 @@ from pathlib import Path
 import numpy as np
 
 from kv_transfer.pool import Pool
-from kv_transfer.syscalls import one_iovec, read_process
 from pdserve.codec import MalformedError, Registry
 from pdserve.errors import ConfigError
 from pdserve.messages import LinkOffer
@@ -59,20 +57,6 @@ class HandOut:
 
 
 REGISTRY = Registry(version=1, tags={1: Ask, 2: HandOut})
-
-
-def why_forbidden() -> str | None:
-    """Why workers of this machine cannot read each other's memory, or None; decides whether pools must be memfds."""
-    own, target = np.arange(PROBE_BYTES, dtype=np.uint8), np.zeros(PROBE_BYTES, dtype=np.uint8)
-    try:
-        read_process(os.getpid(), one_iovec(target.ctypes.data, PROBE_BYTES), one_iovec(own.ctypes.data, PROBE_BYTES))
-    except OSError as error:
-        return f"process_vm_readv fails: {error.strerror}"
-    with contextlib.suppress(OSError):
-        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
-        if scope >= 2 and os.geteuid() != 0:
-            return f"kernel.yama.ptrace_scope is {scope}"
-    return None
 
 
 def peer_credentials(client: socket.socket) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -100,7 +100,16 @@ class ShmReader:
 
     kind = "shm"
 
-    def __init__(self, pool: Pool, *, copier: _Copier, header: HeaderView, hand_out: HandOut, pidfd: int) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        copier: _Copier,
+        header: HeaderView,
+        hand_out: HandOut,
+        pidfd: int,
+        slice_s: float,
+    ) -> None:
         self.stats = LinkStats()
         self._pool, self._copier, self._header = pool, copier, header
         self._epoch, self._num_source_blocks = hand_out.epoch, hand_out.total_blocks
@@ -108,13 +117,7 @@ class ShmReader:
         self._exit = select.poll()
         self._exit.register(pidfd, select.POLLIN)
         self._jobs: deque[_Job] = deque()
-        self._pacer = Pacer(slice_s=0.002)
-        self._clock: Callable[[], float] = time.monotonic
-
-    def pace(self, *, slice_s: float, clock: Callable[[], float]) -> ShmReader:
-        """Bound slices differently from the default of 2 ms, or by another clock."""
-        self._pacer, self._clock = Pacer(slice_s=slice_s), clock
-        return self
+        self._pacer = Pacer(slice_s=slice_s)
 
     @property
     def how(self) -> str:
@@ -134,18 +137,18 @@ class ShmReader:
 
     def start(self, read: BlockRead) -> None:
         check_read(read, num_source_blocks=self._num_source_blocks, num_blocks=self._pool.total_blocks)
-        self._jobs.append(_Job(read, self._clock()))
+        self._jobs.append(_Job(read, time.monotonic()))
 
     def poll(self, budget_s: float) -> list[ReadResult]:
         results: list[ReadResult] = []
-        end_s = self._clock() + budget_s
+        end_s = time.monotonic() + budget_s
         while self._jobs:
             job = self._jobs[0]
             reason = self._slice(job)
             if reason or job.done == len(job.read.sources):
                 self._jobs.popleft()
                 results.append(self._result(job, reason))
-            if self._clock() >= end_s:
+            if time.monotonic() >= end_s:
                 break
         return results
 
@@ -153,11 +156,11 @@ class ShmReader:
         """Copy the next blocks of a read, then check everything copied for it so far."""
         read, start = job.read, job.done
         end = min(len(read.sources), start + max(1, min(IOV_MAX, self._pacer.slice_bytes // self._pool.block_bytes)))
-        began_s = self._clock()
+        began_s = time.monotonic()
         reason = self._copier.copy(read.sources[start:end], read.destinations[start:end])
         if reason or self.is_broken:
             return reason or "peer_gone"
-        self._pacer.note((end - start) * self._pool.block_bytes, self._clock() - began_s)
+        self._pacer.note((end - start) * self._pool.block_bytes, time.monotonic() - began_s)
         job.done = end
         return self._header.why_invalid(self._epoch, read.sources[:end], read.generations[:end]) or ""
 
@@ -166,7 +169,7 @@ class ShmReader:
             read_id=job.read.read_id,
             reason=reason,
             num_bytes=0 if reason else job.done * self._pool.block_bytes,
-            seconds=self._clock() - job.started_s,
+            seconds=time.monotonic() - job.started_s,
         )
         self.stats.count(result)
         return result
@@ -192,7 +195,7 @@ class _Answer:
     fds: list[int]
 
 
-def open_shm(offer: LinkOffer, peer: PeerInfo, pool: Pool) -> ShmReader:
+def open_shm(offer: LinkOffer, peer: PeerInfo, pool: Pool, *, slice_s: float = 0.002) -> ShmReader:
     """Shake hands with the owner behind `offer` and show that its memory can be read.
 
     Raises TransferError: peer_gone, pid_namespace, permission, epoch, layout, malformed_reply, bad_header or bad_pool.
@@ -212,7 +215,8 @@ def open_shm(offer: LinkOffer, peer: PeerInfo, pool: Pool) -> ShmReader:
         else:
             _probe(answer)
             copier = _ProcessCopier(pool, pid=answer.pid, address=hand_out.address)
-        return ShmReader(pool, copier=copier, header=header, hand_out=hand_out, pidfd=os.dup(answer.pidfd))
+        pidfd = os.dup(answer.pidfd)
+        return ShmReader(pool, copier=copier, header=header, hand_out=hand_out, pidfd=pidfd, slice_s=slice_s)
 
 
 def _shake_hands(offer: LinkOffer, epoch: str, stack: ExitStack) -> _Answer:

@@ -15,22 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-import zmq
-
 from kv_transfer.header import new_epoch
-from kv_transfer.links import Export
+from kv_transfer.offers import export_pool
 from kv_transfer.pool import Pool
-from kv_transfer.shm import ShmExport
-from kv_transfer.syscalls import allow_reads_by
-from kv_transfer.tcp import TcpExport
+from pdserve.errors import TransferError
 from pdserve.layout import KVLayout
 from pdserve.messages import LinkOffer, PeerInfo
 
-
-def export(kind: str, pool: Pool, folder: Path) -> Export:
-    if kind == "shm":
-        return ShmExport(pool, folder=folder, name=pool.header.epoch[:16])
-    return TcpExport(pool, context=zmq.Context.instance(), bind="tcp://127.0.0.1:0")
+_SHARED = {"None": None, "True": True, "False": False}
 
 
 def obey(pool: Pool, words: list[str]) -> str:
@@ -51,10 +43,9 @@ def obey(pool: Pool, words: list[str]) -> str:
 
 def main(arguments: list[str], commands: IO[str], replies: IO[str]) -> None:
     kind, folder, num_blocks, block_bytes, epoch, shared, reader_pid = arguments
-    allow_reads_by(int(reader_pid))
-    pool = Pool(num_blocks=int(num_blocks), block_bytes=int(block_bytes), epoch=epoch, shared=shared == "shared")
-    serving = export(kind, pool, Path(folder))
-    print(json.dumps(asdict(serving.offer)), file=replies, flush=True)
+    pool = Pool(num_blocks=int(num_blocks), block_bytes=int(block_bytes), epoch=epoch, shared=_SHARED[shared])
+    serving = export_pool(pool, kinds=kind, folder=Path(folder), reader_pid=int(reader_pid))
+    print(json.dumps(asdict(serving.offers[0])), file=replies, flush=True)
     for line in commands:
         print(obey(pool, line.split()), file=replies, flush=True)
     serving.close()
@@ -63,16 +54,24 @@ def main(arguments: list[str], commands: IO[str], replies: IO[str]) -> None:
 class StandIn:
     """Starts the process and speaks to it; `peer` is what a roster would say of it."""
 
-    def __init__(self, kind: str, folder: Path, *, layout: KVLayout, num_blocks: int, shared: bool = False) -> None:
+    process: subprocess.Popen[str]
+    peer: PeerInfo
+
+    def __init__(
+        self, kind: str, folder: Path, *, layout: KVLayout, num_blocks: int, shared: bool | None = None
+    ) -> None:
+        """`kind` is shm or tcp. Raises TransferError when the process does not come up."""
         epoch = new_epoch()
         arguments = [kind, str(folder), str(num_blocks), str(layout.block_bytes), epoch]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *arguments, "shared" if shared else "private", str(os.getpid())],
+            [sys.executable, "-m", __name__, *arguments, str(shared), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        offer = LinkOffer(**json.loads(self._line()))
+        first_line = self._line()
+        if not first_line:
+            raise TransferError("the stand-in process did not start", reason="peer_gone")
         self.peer = PeerInfo(
             name="stand-in",
             role="prefill",
@@ -80,7 +79,7 @@ class StandIn:
             endpoint="",
             layout=layout,
             num_blocks=num_blocks,
-            links=(offer,),
+            links=(LinkOffer(**json.loads(first_line)),),
         )
 
     def say(self, command: str) -> str:

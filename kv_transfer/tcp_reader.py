@@ -224,6 +224,6 @@ class TcpReader:
             self._dealer.close(linger=0)
 
 
-def open_tcp(offer: LinkOffer, peer: PeerInfo, pool: Pool, context: zmq.Context[zmq.Socket[bytes]]) -> TcpReader:
+def open_tcp(offer: LinkOffer, peer: PeerInfo, pool: Pool, *, context: zmq.Context[zmq.Socket[bytes]]) -> TcpReader:
     """Raises TransferError (`peer_gone`) for an address that cannot be one; the rest shows at the first read."""
     return TcpReader(pool, offer=offer, peer=peer, context=context)
