@@ -96,6 +96,8 @@ def _gumbel_max(scaled: Tensor, row: SampleRow, kernels: SamplingKernels) -> Ten
     if limit is None:
         return argmax(scaled + kernels.gumbel(row.seed, row.position, None, scaled.numel()))
     ids = at_least(scaled, limit)
+    if not ids.numel():  # logits that are not numbers compare with nothing
+        return argmax(scaled)
     noise = kernels.gumbel(row.seed, row.position, ids, scaled.numel())
     return ids[argmax(scaled[ids] + noise)]
 
@@ -130,7 +132,8 @@ def _edit(values: Tensor, row: SampleRow) -> None:
 
 def _logprobs(logits: Tensor, rows: Sequence[SampleRow], tokens: Sequence[int]) -> list[Sampled]:
     """The drawn tokens with their log-probabilities under the raw logits, and the likeliest alternatives."""
-    shares = torch.log_softmax(_gather(logits, [row.row for row in rows]), dim=-1).clamp(min=LOWEST_LOGPROB)
+    shares = torch.log_softmax(_gather(logits, [row.row for row in rows]), dim=-1)
+    shares = shares.nan_to_num(nan=LOWEST_LOGPROB).clamp(min=LOWEST_LOGPROB)
     own = shares.gather(1, torch.tensor(tokens, device=logits.device)[:, None]).flatten().tolist()
     widest = min(max(row.sampling.num_logprobs for row in rows), shares.shape[-1])
     best, ids = (part.tolist() for part in shares.topk(widest, dim=-1))
