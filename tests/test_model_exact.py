@@ -26,6 +26,11 @@ def test_greedy_text_equals_transformers_when_prompts_run_alone(family):
     assert len({tuple(answer) for answer in expected}) == len(expected)
 
 
+def test_the_reference_kernels_say_the_same(family):
+    directory, asked, expected = family
+    assert Engine(directory, force="reference").generate(asked, NUM_NEW, chunk=32) == expected
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64, 1000])
 def test_greedy_text_equals_transformers_when_batched_in_chunks(family, chunk):
     directory, asked, expected = family

@@ -88,6 +88,11 @@ def test_other_rope_scalings_are_refused_by_name(tmp_path, kind):
     assert repr(kind) in refusal(write_folder(tmp_path, rope_scaling={"rope_type": kind, "factor": 2.0}))
 
 
+def test_a_rotary_embedding_per_kind_of_layer_is_refused(tmp_path):
+    nested = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
+    assert "differs between layers" in refusal(write_folder(tmp_path, rope_parameters=nested))
+
+
 def test_a_partial_rotary_embedding_is_refused(tmp_path):
     assert "partial" in refusal(write_folder(tmp_path, partial_rotary_factor=0.5))
 

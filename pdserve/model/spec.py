@@ -183,6 +183,8 @@ def _rope(config: dict[str, Any], max_positions: int) -> Rope:
     fields: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         fields.update(config.get(key) or {})
+    if any(isinstance(value, dict) for value in fields.values()):
+        raise ModelError("a rotary embedding that differs between layers is not served")
     theta = float(fields.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = fields.get("rope_type") or fields.get("type") or "default"
     partial = float(fields.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
