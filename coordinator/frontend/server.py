@@ -1,0 +1,170 @@
+"""One front end process: a listening socket, uvicorn, and an orderly end.
+
+Owns signals and shutdown. Invariant: after SIGTERM nothing new is accepted, running requests finish or are told why
+not by the deadline, and the process exits 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from coordinator.frontend.app import build_app
+from coordinator.frontend.client import Connect
+from coordinator.frontend.config import FrontConfig
+from coordinator.frontend.front import Front, leaving
+from pdserve.errors import ConfigError
+
+log = logging.getLogger("pdserve.front")
+_BACKLOG = 2048
+_LAST_WORDS_S = 1.0  # for error events to reach their clients
+
+
+def bind(host: str, port: int, *, stall_timeout_s: float = 60.0) -> socket.socket:
+    """A listening socket, which several front ends may share. Raises ConfigError when the address is taken."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host} is not an address of this machine: {error.strerror}") from None
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # inherited by connections: the kernel drops a client that acknowledges nothing for that long
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_timeout_s * 1000))
+        sock.bind(address)
+        sock.listen(_BACKLOG)  # at once, so that nobody else can take the port
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"port {port} of {host} cannot be used ({error.strerror}): choose another --port") from None
+    sock.setblocking(False)
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run(
+    config: FrontConfig,
+    connect: Connect,
+    *,
+    sock: socket.socket | None = None,
+    on_listening: Callable[[str], None] | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status. `sock`: from `bind`, perhaps in another process."""
+    front = Front(config, connect)
+    listener = bind(config.host, config.port, stall_timeout_s=config.client_stall_timeout_s) if sock is None else sock
+    uvicorn_config = _uvicorn_config(front)
+    with asyncio.Runner(loop_factory=uvicorn_config.get_loop_factory()) as runner:
+        return runner.run(_serve(front, _Server(uvicorn_config), listener, on_listening))
+
+
+async def serve(
+    config: FrontConfig,
+    connect: Connect,
+    *,
+    sock: socket.socket | None = None,
+    on_listening: Callable[[str], None] | None = None,
+) -> int:
+    """`run`, in a loop that runs already."""
+    front = Front(config, connect)
+    listener = bind(config.host, config.port, stall_timeout_s=config.client_stall_timeout_s) if sock is None else sock
+    return await _serve(front, _Server(_uvicorn_config(front)), listener, on_listening)
+
+
+async def _serve(
+    front: Front, server: _Server, listener: socket.socket, on_listening: Callable[[str], None] | None
+) -> int:
+    loop = asyncio.get_running_loop()
+    shutdown = Shutdown(front, server)
+    lag = loop.create_task(front.metrics.watch_lag(every_s=1.0, now_s=time.monotonic))
+    front.client.start()
+    with _signals(loop, shutdown.ask):
+        try:
+            if on_listening is not None:
+                on_listening(url_of(listener))
+            await server.serve(sockets=[listener])
+        finally:
+            lag.cancel()
+            shutdown.cancel()
+            front.close()
+    return 0
+
+
+class Shutdown:
+    """From the first signal to the last byte."""
+
+    def __init__(self, front: Front, server: _Server) -> None:
+        self._front = front
+        self._server = server
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def ask(self) -> None:
+        """The first time: finish what runs. The second: now."""
+        if self._front.is_leaving:
+            self._end_requests()
+            return
+        self._front.is_leaving = True
+        self._server.should_exit = True
+        timeout_s = self._front.config.shutdown_timeout_s
+        self._deadline = asyncio.get_running_loop().call_later(timeout_s, self._end_requests)
+        log.info("shutting down; %d requests have %g s to finish", self._front.client.num_open, timeout_s)
+
+    def cancel(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _end_requests(self) -> None:
+        self._front.client.interrupt_all(leaving())
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._force)
+
+    def _force(self) -> None:
+        self._server.force_exit = True
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling, which would end the process by the signal and not with status 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _uvicorn_config(front: Front) -> uvicorn.Config:
+    return uvicorn.Config(
+        build_app(front),
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(front.config.shutdown_timeout_s + 2 * _LAST_WORDS_S) + 1,
+    )
+
+
+@contextlib.contextmanager
+def _signals(loop: asyncio.AbstractEventLoop, ask: Callable[[], None]) -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    installed = []
+    for number in numbers:
+        with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: whoever owns it handles signals
+            loop.add_signal_handler(number, ask)
+            installed.append(number)
+    try:
+        yield
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,23 @@
+"""Server-sent events: each one `data: {json}` line and a blank line, nothing else but comment pings.
+
+Owns the bytes on the wire of a stream. Invariant: whatever the text holds, an event is one line of ASCII, so no
+client can split it elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # reverse proxies that would collect events first
+]
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """ASCII only: U+2028 and its like end lines for some clients."""
+    return b"data: " + json.dumps(body, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
