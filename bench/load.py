@@ -19,11 +19,9 @@ from bench.summary import Sample, summarize
 from bench.workload import Planned, plan
 from pdserve.terminal import Progress
 
-TOO_LATE_S = 0.25
-
 
 async def offer(
-    target: Server, requests: Sequence[Planned], timeout_s: float, say: Callable[[str], None]
+    target: Server, requests: Sequence[Planned], options: LoadOptions, say: Callable[[str], None]
 ) -> list[Sample]:
     """Open loop: each request in a task of its own, at its offset from now."""
     start_s = time.perf_counter() + 0.01
@@ -31,7 +29,7 @@ async def offer(
     samples: list[Sample] = []
 
     async def one(request: Planned, due_s: float) -> Sample:
-        exchange = await complete(target, request.body, timeout_s)
+        exchange = await complete(target, request.body, options.timeout_s)
         return Sample(due_s=due_s, num_output=request.num_output, exchange=exchange)
 
     for request in requests:
@@ -39,7 +37,7 @@ async def offer(
         pause_s = due_s - time.perf_counter()
         if pause_s > 0:
             await asyncio.sleep(pause_s)
-        elif -pause_s > TOO_LATE_S:
+        elif -pause_s > options.too_late_s:
             samples.append(Sample(due_s=due_s, num_output=request.num_output, exchange=None))
             continue
         tasks.append(asyncio.create_task(one(request, due_s)))
@@ -48,20 +46,20 @@ async def offer(
 
 
 async def keep_busy(
-    target: Server, requests: Sequence[Planned], concurrency: int, timeout_s: float, say: Callable[[str], None]
+    target: Server, requests: Sequence[Planned], options: LoadOptions, say: Callable[[str], None]
 ) -> list[Sample]:
-    """Closed loop: `concurrency` requests in flight, each due when its predecessor has ended."""
+    """Closed loop: a fixed number of requests in flight, each due when its predecessor has ended."""
     samples: list[Sample] = []
     remaining = iter(requests)
 
     async def client() -> None:
         for request in remaining:
             due_s = time.perf_counter()
-            exchange = await complete(target, request.body, timeout_s)
+            exchange = await complete(target, request.body, options.timeout_s)
             samples.append(Sample(due_s=due_s, num_output=request.num_output, exchange=exchange))
             say(f"{len(samples)} of {len(requests)} answered")
 
-    await asyncio.gather(*(client() for _ in range(min(concurrency, len(requests)))))
+    await asyncio.gather(*(client() for _ in range(min(options.concurrency, len(requests)))))
     return samples
 
 
@@ -74,8 +72,8 @@ async def measure(options: LoadOptions, target: Server, model: str, say: Callabl
     gc.disable()
     try:
         if options.arrivals == "closed":
-            return await keep_busy(target, requests, options.concurrency, options.timeout_s, say)
-        return await offer(target, requests, options.timeout_s, say)
+            return await keep_busy(target, requests, options, say)
+        return await offer(target, requests, options, say)
     finally:
         gc.enable()
 

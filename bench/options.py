@@ -42,6 +42,7 @@ class LoadOptions:
     output_tokens: Span = Span(low=64, high=64)
     targets_ms: Mapping[str, float] = field(default_factory=dict)  # of ttft, tpot, e2e
     timeout_s: float = 120.0
+    too_late_s: float = 0.25  # a request the client is later for than this is not sent, but counted
     api_key: str | None = None
     serve_flags: tuple[str, ...] = ()  # for the server the bench starts
 
