@@ -18,8 +18,8 @@ from pdserve.cli import run
 from pdserve.errors import ConfigError
 
 QUICK = LoadOptions(
-    bench=BenchOptions(seed=1), arrivals="fixed", rate_rps=200, num_requests=12, num_warmup=1, timeout_s=20, too_late_s=20,
-    prompt_tokens=Span(low=8, high=8), output_tokens=Span(low=5, high=5),
+    bench=BenchOptions(seed=1), arrivals="fixed", rate_rps=200, num_requests=12, num_warmup=1,
+    timeout_s=20, too_late_s=20, prompt_tokens=Span(low=8, high=8), output_tokens=Span(low=5, high=5),
 )  # fmt: skip
 
 
