@@ -27,7 +27,7 @@ def total_blocks(num_blocks: int, block_bytes: int) -> int:
     return num_blocks + 2 * num_test_blocks(block_bytes)
 
 
-def test_pattern(block: int, block_bytes: int) -> ByteArray:
+def pattern_of(block: int, block_bytes: int) -> ByteArray:
     """What test block `block` (from 0) holds in every pool; no two are alike."""
     words = np.random.PCG64(block + 1).random_raw(-(-block_bytes // 8))
     return words.view(np.uint8)[:block_bytes]
@@ -51,7 +51,7 @@ class Pool:
         self.memory = PoolMemory.allocate(self.total_blocks * block_bytes, shared=bool(self.why_shared))
         self.header = GenerationHeader(num_blocks=num_blocks, epoch=epoch, num_fixed=2 * num_test)
         for index, block in enumerate(self.test_blocks):
-            self.bytes_of(block)[:] = test_pattern(index, block_bytes)
+            self.bytes_of(block)[:] = pattern_of(index, block_bytes)
 
     @property
     def buffer(self) -> ByteArray:

@@ -19,7 +19,7 @@ import zmq
 from kv_transfer.header import new_epoch
 from kv_transfer.links import BlockRead, Reader
 from kv_transfer.offers import openers
-from kv_transfer.pool import Pool, num_test_blocks, test_pattern
+from kv_transfer.pool import Pool, num_test_blocks, pattern_of
 from kv_transfer.stand_in import StandIn
 from pdserve.errors import TransferError
 from pdserve.layout import KVLayout
@@ -61,7 +61,7 @@ def self_test(reader: Reader, pool: Pool, *, peer_num_blocks: int) -> SelfTest:
         destinations=tuple(pool.scratch_blocks),
     )
     scratch = pool.bytes_of(pool.scratch_blocks.start, count)
-    expected = np.concatenate([test_pattern(index, pool.block_bytes) for index in range(count)])
+    expected = np.concatenate([pattern_of(index, pool.block_bytes) for index in range(count)])
     best_s = float("inf")
     for _ in range(ROUNDS):
         scratch[:] = 0
