@@ -271,3 +271,10 @@ def test_logprobs_are_finite_whatever_the_logits(logits):
 
 def test_nothing_is_drawn_for_nobody():
     assert sample(torch.zeros(0, 4), [], NOISE) == []
+
+
+def test_alternatives_at_a_tie_do_not_depend_on_what_others_asked_for():
+    logits = [[0.0, 5.0, 5.0, 5.0]] * 2
+    alone = reports(logits, row(num_logprobs=1))[0]
+    among = reports(logits, row(num_logprobs=1), row(num_logprobs=4, at=1))[0]
+    assert alone == among and [token for token, _ in alone.top] == [1]

@@ -70,8 +70,8 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow], kernels: SamplingKernels) -
     tokens: list[int] = argmax(values).tolist()
     drawn = [index for index, row in enumerate(rows) if not is_greedy(row.sampling)]
     if drawn:
-        chosen = [rows[index] for index in drawn]
-        for index, token in zip(drawn, _draw_warm(_gather(values, drawn), chosen, kernels), strict=True):
+        winners = torch.stack([_draw_warm(values[index], rows[index], kernels) for index in drawn]).tolist()
+        for index, token in zip(drawn, winners, strict=True):
             tokens[index] = token
     return tokens
 
@@ -82,16 +82,10 @@ def _gather(values: Tensor, rows: list[int]) -> Tensor:
     return values.index_select(0, torch.tensor(rows, device=values.device))
 
 
-def _draw_warm(values: Tensor, rows: Sequence[SampleRow], kernels: SamplingKernels) -> list[int]:
-    """Gumbel-max over the survivors of truncation; noise is drawn for nobody else."""
-    warmth = torch.tensor([max(row.sampling.temperature, _COLDEST) for row in rows], dtype=torch.float32)
-    peak = values.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-    scaled = (values - peak) / warmth.to(values.device)[:, None]
-    tokens: list[int] = torch.stack([_gumbel_max(scaled[i], row, kernels) for i, row in enumerate(rows)]).tolist()
-    return tokens
-
-
-def _gumbel_max(scaled: Tensor, row: SampleRow, kernels: SamplingKernels) -> Tensor:
+def _draw_warm(values: Tensor, row: SampleRow, kernels: SamplingKernels) -> Tensor:
+    """Gumbel-max over the survivors of truncation, of one row [vocab]; noise is drawn for nobody else."""
+    peak = values.max().clamp(min=torch.finfo(torch.float32).min)
+    scaled = (values - peak) / max(row.sampling.temperature, _COLDEST)
     limit = threshold(scaled, row.sampling)
     if limit is None:
         return argmax(scaled + kernels.gumbel(row.seed, row.position, None, scaled.numel()))
@@ -132,14 +126,27 @@ def _edit(values: Tensor, row: SampleRow) -> None:
 
 def _logprobs(logits: Tensor, rows: Sequence[SampleRow], tokens: Sequence[int]) -> list[Sampled]:
     """The drawn tokens with their log-probabilities under the raw logits, and the likeliest alternatives."""
-    shares = torch.log_softmax(_gather(logits, [row.row for row in rows]), dim=-1)
-    shares = shares.nan_to_num(nan=LOWEST_LOGPROB).clamp(min=LOWEST_LOGPROB)
-    own = shares.gather(1, torch.tensor(tokens, device=logits.device)[:, None]).flatten().tolist()
-    widest = min(max(row.sampling.num_logprobs for row in rows), shares.shape[-1])
-    best, ids = (part.tolist() for part in shares.topk(widest, dim=-1))
+    values = _gather(logits, [row.row for row in rows])
+    mass = values.logsumexp(dim=-1, keepdim=True)
+    own = _finite(values.gather(1, torch.tensor(tokens, device=logits.device)[:, None]) - mass)
     reports = []
     for index, row in enumerate(rows):
-        ranked = sorted(zip(ids[index], best[index], strict=True), key=lambda pair: (-pair[1], pair[0]))
-        top = tuple(ranked[: row.sampling.num_logprobs])
-        reports.append(Sampled(token=tokens[index], logprob=own[index], top=top))
+        ids = _likeliest(values[index], row.sampling.num_logprobs)
+        (best,) = _finite((values[index][ids] - mass[index])[None])
+        top = tuple(zip(ids.tolist(), best, strict=True))
+        reports.append(Sampled(token=tokens[index], logprob=own[index][0], top=top))
     return reports
+
+
+def _likeliest(values: Tensor, count: int) -> Tensor:
+    """int64 [count]: ids of the largest of [vocab], best first; among equals the lowest ids."""
+    limit = values.topk(min(count, values.numel())).values[-1:]
+    if not limit.numel():
+        return torch.empty(0, dtype=torch.int64, device=values.device)
+    ids = at_least(values, limit)
+    return ids[values[ids].argsort(descending=True, stable=True)][:count]
+
+
+def _finite(logprobs: Tensor) -> list[list[float]]:
+    values: list[list[float]] = logprobs.nan_to_num(nan=LOWEST_LOGPROB).clamp(LOWEST_LOGPROB, 0.0).tolist()
+    return values
