@@ -39,7 +39,8 @@ from pdserve.worker.engine import Engine
 from pdserve.worker.sampling import extras_of, sample_rows, token_out
 from pdserve.worker.stats import StepTimes, metric
 from pdserve.worker.vitals import Vitals
-from prefill_node.scheduler import Chunk, PrefillConfig, PrefillScheduler, Prompt
+from prefill_node.plan import Chunk, PrefillConfig, Prompt
+from prefill_node.scheduler import PrefillScheduler
 
 EXPIRE_EVERY_S = 0.5
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
-from kv_transfer.offers import export_pool
 
+from kv_transfer.offers import export_pool
 from pdserve.config import WorkerConfig
 from pdserve.options import from_plain
 from pdserve.worker.body import Body, Life, start_vitals

@@ -1,4 +1,4 @@
-"""From a message's sampling parameters to rows for the runner, and from what was drawn to a message; both roles alike."""
+"""From sampling parameters to rows for the runner, and from what was drawn to a message; for both roles."""
 
 from __future__ import annotations
 
