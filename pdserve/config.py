@@ -71,7 +71,7 @@ class EngineOptions:
     landing_share: float = flag(0.25, "share of a decode pool for KV on its way in, above 0", high=1.0, limit="waits")
     transfer_slice_ms: float = flag(2.0, "longest single read of another pool", low=0.01)
     kv_link: str = flag("auto", "how KV moves between pools", choices=("auto", "shm", "tcp"))
-    kernels: str = flag("auto", "which kernels compute", choices=("auto", "reference", "cpu", "triton"))
+    kernels: str = flag("auto", "which kernels compute", choices=("auto", "reference", "cpu"))
 
     def block_size_on(self, device: str) -> int:
         return self.block_size or (64 if device.startswith("cuda") else 16)
@@ -188,10 +188,7 @@ class FrontConfig:
 
 
 def cache_folder() -> Path:
-    """Converted models and compiled kernels: $PDSERVE_CACHE, else $XDG_CACHE_HOME/pdserve, else ~/.cache/pdserve."""
-    explicit = os.environ.get("PDSERVE_CACHE")
-    if explicit:
-        return Path(explicit)
+    """Converted models and compiled kernels: $XDG_CACHE_HOME/pdserve, else ~/.cache/pdserve."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pdserve"
 

@@ -34,11 +34,10 @@ def test_no_prefill_pool_means_colocated():
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch):
-    monkeypatch.delenv("PDSERVE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x/cache")
     assert cache_folder() == Path("/x/cache/pdserve")
-    monkeypatch.setenv("PDSERVE_CACHE", "/y")
-    assert cache_folder() == Path("/y")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "pdserve"
 
 
 def test_the_runtime_folder_is_the_sessions_or_one_of_this_user(monkeypatch):

@@ -1,12 +1,13 @@
 """Flags, files, precedence, validation, and the way to a child process."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.config import CoreConfig, CoreOptions, EngineOptions, ServeConfig, TimeoutOptions, WorkerConfig
+from pdserve.config import EngineOptions, ServeConfig, TimeoutOptions, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.options import (
     device_list,
@@ -191,8 +192,14 @@ def test_a_workers_config_survives_json(cores):
 
 
 def test_a_plain_config_with_unknown_or_missing_keys_is_refused():
-    plain = to_plain(
-        CoreConfig(core=CoreOptions(), timeouts=TimeoutOptions(), is_colocated=False, endpoint="ipc:///x", run_dir="/r")
-    )
-    with pytest.raises(ConfigError, match="unknown keys \\['more'\\], missing keys \\['run_dir'\\]"):
-        from_plain(CoreConfig, {**{k: v for k, v in plain.items() if k != "run_dir"}, "more": 1})
+    plain = to_plain(TimeoutOptions())
+    del plain["lease_ttl_s"]
+    with pytest.raises(ConfigError, match=r"unknown keys \['more'\], missing keys \['lease_ttl_s'\]"):
+        from_plain(TimeoutOptions, {**plain, "more": 1})
+
+
+def test_the_readme_has_one_table_with_every_flag():
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    for row in flag_table():
+        about = row.help + (f": {', '.join(row.choices)}" if row.choices else "")
+        assert f"| `--{row.name}` | {row.shown} | {about} | {row.limit} |" in text
