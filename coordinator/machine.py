@@ -98,6 +98,10 @@ class Machine:
     def readiness(self, now_s: float) -> tuple[bool, dict[str, Any]]:
         return views.readiness(self._world)
 
+    def probe_targets(self) -> list[str]:
+        """Epochs of the workers whose loops a new request would go through: one of each role it needs."""
+        return views.probe_targets(self._world)
+
     def snapshot_pools(self) -> dict[str, Any]:
         return views.pools(self._world)
 

@@ -131,7 +131,8 @@ class Tokens:
             world.tally.observe("pdserve_ttft_seconds", max(0, world.now_ns - live.submit.received_ns) / 1e9)
         tokens = tuple(TokenText(token=each.token, logprob=each.logprob, top=each.top) for each in batch)
         first = batch[0].position - live.num_prompt
-        world.send(live.front, Output(ticket=live.submit.ticket, sample=sample.index, first=first, tokens=tokens))
+        ticket, mode = live.submit.ticket, placement.mode
+        world.send(live.front, Output(ticket=ticket, sample=sample.index, first=first, tokens=tokens, mode=mode))
         if sample.reason is not None:
             end_sample(world, live, sample, sample.reason)
             if batch[-1].position == placement.num_tokens:

@@ -32,6 +32,17 @@ def readiness(world: World) -> tuple[bool, dict[str, Any]]:
     return not why, detail
 
 
+def probe_targets(world: World) -> list[str]:
+    """One routable worker of each role that a new request needs: the one that was heard from last."""
+    roles = ["decode", *(["prefill"] if _needs_prefill(world) else [])]
+    found = [max(world.workers.routable(role), key=_last_heard_ns, default=None) for role in roles]
+    return [worker.epoch for worker in found if worker is not None]
+
+
+def _last_heard_ns(worker: Worker) -> int:
+    return worker.heartbeat.sent_ns if worker.heartbeat else 0
+
+
 def pools(world: World) -> dict[str, Any]:
     return {
         role: {
