@@ -17,6 +17,7 @@ from pdserve.config import ROLES, runtime_folder
 from pdserve.errors import ConfigError, PDServeError
 from pdserve.terminal import Progress, write_json
 
+COLUMNS = ("name", "state", "device", "pid", "epoch", "num_running", "num_placements", "queued_tokens", "blocks")
 AdminUrl = Annotated[str | None, typer.Option("--admin", help="admin URL (default: of the only server here)")]
 AdminKeyFile = Annotated[Path | None, typer.Option("--admin-key-file", help="file with the admin key")]
 JsonFile = Annotated[
@@ -84,15 +85,21 @@ def _shown(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+def _heading(column: str) -> str:
+    return column.removeprefix("num_").replace("_", " ")
+
+
 def pools_text(state: dict[str, Any]) -> str:
-    """One line per pool, one per worker, columns aligned; whatever fields the server gives are shown."""
+    """One line per pool, one per worker, columns aligned; --json has every field."""
     lines: list[str] = []
     for role in ROLES:
         pool = state[role]
         lines.append(f"{role}: {pool['actual']} of {pool['desired']}")
         workers: list[dict[str, Any]] = pool.get("workers", [])
-        columns = list(dict.fromkeys(key for worker in workers for key in worker))
-        table = [columns] + [[_shown(worker.get(column, "")) for column in columns] for worker in workers]
+        columns = [column for column in COLUMNS if any(column in worker for worker in workers)]
+        table = [[_heading(column) for column in columns]] + [
+            [_shown(worker.get(column, "")) for column in columns] for worker in workers
+        ]
         widths = [max(len(row[index]) for row in table) for index in range(len(columns))]
         for row in table if workers else []:
             lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

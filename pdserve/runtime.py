@@ -77,12 +77,13 @@ def live_records(folder: Path) -> list[RuntimeRecord]:
     return [record for record in records if record is not None and started_ticks(record.pid) == record.started_ticks]
 
 
-def the_only_record(folder: Path) -> RuntimeRecord:
-    """The record of the only live server; raises `ConfigError` when there is none or more than one."""
-    records = live_records(folder)
+def the_only_record(folder: Path, port: int | None = None) -> RuntimeRecord:
+    """The record of the only live server, or of the one on `port`; raises `ConfigError` when that is not one."""
+    records = [record for record in live_records(folder) if port is None or record.base_url.endswith(f":{port}")]
     if len(records) == 1:
         return records[0]
     if not records:
-        raise ConfigError("no server of this user is running here; start one with `pdserve up`, or name one")
+        where = "" if port is None else f" on port {port}"
+        raise ConfigError(f"no server of this user is running here{where}; start one with `pdserve up`")
     urls = ", ".join(record.base_url for record in records)
-    raise ConfigError(f"{len(records)} servers are running ({urls}); say which one")
+    raise ConfigError(f"{len(records)} servers are running ({urls}); say which one with --port")

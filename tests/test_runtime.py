@@ -51,6 +51,9 @@ def test_two_live_servers_have_to_be_told_apart(tmp_path):
     write_record(tmp_path, 8001, record(8001))
     with pytest.raises(ConfigError, match=":8000, .*:8001"):
         the_only_record(tmp_path)
+    assert the_only_record(tmp_path, port=8001) == record(8001)
+    with pytest.raises(ConfigError, match="on port 80;"):
+        the_only_record(tmp_path, port=80)
 
 
 def test_a_server_removes_its_own_record_only(tmp_path):
