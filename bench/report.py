@@ -110,6 +110,10 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 @dataclass(slots=True)
 class Report:
     """Collects rows and checks; `finish` prints, writes and gives the exit status."""
@@ -140,7 +144,7 @@ class Report:
     def finish(self) -> int:
         for row in self.rows:
             share = f"  ({row.value / row.ceiling:.0%} of {row.ceiling:.4g})" if row.ceiling else ""
-            about = " ".join(f"{key}={value}" for key, value in row.parameters.items())
+            about = " ".join(f"{key}={_shown(value)}" for key, value in row.parameters.items())
             self.say(f"{row.name:<28} {row.value:>12.4g} {row.unit}{share}  {about}".rstrip())
         for check in self.checks:
             word = {True: "ok", False: "NOT OK", None: "NOT RUN"}[check.is_ok]

@@ -150,6 +150,7 @@ def _key(path: Path | None) -> str | None:
 def chat(
     prompt: Annotated[str | None, typer.Argument(help="what to say; without it, a conversation")] = None,
     base_url: BaseUrl = None,
+    port: Annotated[int | None, typer.Option(help="the server here that serves on this port")] = None,
     model: Annotated[str | None, typer.Option(help="model to ask (default: the server's)")] = None,
     system: Annotated[str | None, typer.Option(help="system message")] = None,
     max_tokens: Annotated[int, typer.Option(help="longest answer")] = 256,
@@ -163,7 +164,7 @@ def chat(
     """
     from pdserve.runtime import the_only_record
 
-    client = Client(base_url or the_only_record(runtime_folder()).base_url, _key(api_key_file))
+    client = Client(base_url or the_only_record(runtime_folder(), port).base_url, _key(api_key_file))
     messages = [{"role": "system", "content": system}] if system else []
     body: dict[str, Any] = {
         "model": model or client.first_model(),

@@ -20,6 +20,7 @@ from pdserve.terminal import Progress, write_json
 COLUMNS = ("name", "state", "device", "pid", "epoch", "num_running", "num_placements", "queued_tokens", "blocks")
 AdminUrl = Annotated[str | None, typer.Option("--admin", help="admin URL (default: of the only server here)")]
 AdminKeyFile = Annotated[Path | None, typer.Option("--admin-key-file", help="file with the admin key")]
+Port = Annotated[int | None, typer.Option("--port", help="the server here that serves on this port")]
 JsonFile = Annotated[
     str | None, typer.Option("--json", help="write JSON to FILE, - for standard output", metavar="FILE")
 ]
@@ -50,14 +51,14 @@ class Admin:
         return content
 
 
-def connect(url: str | None, key_file: Path | None) -> Admin:
-    """The admin listener named by flags, or that of the only live server; raises `ConfigError`."""
+def connect(url: str | None, key_file: Path | None, port: int | None) -> Admin:
+    """The admin listener named by flags, or that of the only live server here; raises `ConfigError`."""
     from pdserve.runtime import the_only_record
 
     if (url is None) != (key_file is None):
         raise ConfigError("--admin URL and --admin-key-file FILE go together")
     if url is None or key_file is None:
-        record = the_only_record(runtime_folder())
+        record = the_only_record(runtime_folder(), port)
         return Admin(record.admin_url, record.admin_key)
     try:
         return Admin(url, key_file.read_text().strip())
@@ -65,12 +66,15 @@ def connect(url: str | None, key_file: Path | None) -> Admin:
         raise ConfigError(f"--admin-key-file {key_file}: {error.strerror or error}") from None
 
 
-def pools(admin: AdminUrl = None, admin_key_file: AdminKeyFile = None, json: JsonFile = None) -> None:
+def pools(
+    admin: AdminUrl = None, admin_key_file: AdminKeyFile = None, port: Port = None, json: JsonFile = None
+)]
+JsonFile = None) -> None:
     """Show both pools and their workers.
 
     Example: pdserve pools
     """
-    state = connect(admin, admin_key_file).ask("GET", "/admin/pools")
+    state = connect(admin, admin_key_file, port).ask("GET", "/admin/pools")
     if json is not None:
         write_json(json, state)
     if json != "-":
@@ -121,6 +125,7 @@ def scale(
     sizes: Annotated[list[str], typer.Argument(help="prefill=N, decode=M, or both", metavar="POOL=N...")],
     admin: AdminUrl = None,
     admin_key_file: AdminKeyFile = None,
+    port: Port = None,
     wait_s: Annotated[float, typer.Option("--wait", help="give up after this many seconds")] = 300.0,
 ) -> None:
     """Change the size of a pool while it serves, and wait until it is done.
@@ -128,7 +133,7 @@ def scale(
     Example: pdserve scale prefill=2 decode=3
     """
     wanted = wanted_sizes(sizes)
-    listener = connect(admin, admin_key_file)
+    listener = connect(admin, admin_key_file, port)
     for role, count in wanted.items():
         listener.ask("PUT", f"/admin/pools/{role}", {"replicas": count})
     with Progress() as progress:
