@@ -68,8 +68,7 @@ def connect(url: str | None, key_file: Path | None, port: int | None) -> Admin:
 
 def pools(
     admin: AdminUrl = None, admin_key_file: AdminKeyFile = None, port: Port = None, json: JsonFile = None
-)]
-JsonFile = None) -> None:
+) -> None:
     """Show both pools and their workers.
 
     Example: pdserve pools
