@@ -47,11 +47,11 @@ def test_a_path_too_long_for_a_socket_is_refused(tmp_path):
     pool.close()
 
 
-@pytest.mark.parametrize("data", [b"\x00", b"\xff" * 100, b"\x80\x04.", REGISTRY.encode(Ask(epoch=""))[:-1]])
+@pytest.mark.parametrize("data", [b"\x00", b"\xff" * 9, b"\x80\x04.", REGISTRY.encode(Ask(epoch=""))[:-1]], ids=repr)
 def test_nonsense_on_the_socket_is_counted_and_the_next_reader_is_served(pair, data):
     assert ask(pair, data) == b""
-    assert pair.exports.num_ignored == 1
     pair.open().close()
+    assert pair.exports.num_ignored == 1
 
 
 def test_a_client_that_says_nothing_is_left_behind(pair):
@@ -72,23 +72,27 @@ def test_closing_the_export_removes_the_socket(tmp_path):
     pool.close()
 
 
+def num_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
 def test_opening_and_closing_leaks_no_descriptor(pair):
-    pair.open().close()
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(10):
+    before = num_descriptors()
+    for _ in range(20):
         pair.open().close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_descriptors() < before + 10  # the owner's end of the last one may still be open
 
 
 @pytest.mark.parametrize(
     ("change", "reason"), [({"epoch": "older"}, "epoch"), ({"num_blocks": 32}, "layout")], ids=["epoch", "size"]
 )
 def test_a_pool_that_is_not_the_one_in_the_roster_is_refused(pair, change, reason):
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(TransferError) as caught:
-        pair.open(dataclasses.replace(pair.peer, **change))
+    before = num_descriptors()
+    for _ in range(20):
+        with pytest.raises(TransferError) as caught:
+            pair.open(dataclasses.replace(pair.peer, **change))
     assert caught.value.reason == reason
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_descriptors() < before + 10
 
 
 @pytest.mark.parametrize("reply", [b"", b"nonsense", REGISTRY.encode(Ask(epoch="x"))])
