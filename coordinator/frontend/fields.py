@@ -6,6 +6,7 @@ the stated type within the stated bounds, the default for absent and null, or ra
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -17,9 +18,9 @@ _SHOWN_CHARS = 40
 
 def shown(value: object) -> str:
     """A short rendering of a bad value for an error message."""
-    text = (
-        repr(value) if not isinstance(value, (list, dict)) else f"a {'list' if isinstance(value, list) else 'object'}"
-    )
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    text = json.dumps(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
 

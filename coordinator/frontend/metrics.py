@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
@@ -20,6 +20,7 @@ _COMMENT = re.compile(r"# (?:HELP|TYPE) (\S+)")
 
 class FrontMetrics:
     def __init__(self, process: str) -> None:
+        disable_created_metrics()
         self._registry = CollectorRegistry()
         registry = self._registry
         self._process = process

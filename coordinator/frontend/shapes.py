@@ -108,7 +108,8 @@ class Shape:
         return extras
 
     def _chunk(self, choice: Choice, news: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        body = self._body([{"index": choice.index, "logprobs": None, **news, "finish_reason": finish_reason}])
+        news.setdefault("logprobs", None)
+        body = self._body([{"index": choice.index, **news, "finish_reason": finish_reason}])
         if self.parsed.includes_usage:
             body["usage"] = None
         return body
