@@ -84,6 +84,8 @@ def worker(
     from pdserve.options import to_plain
 
     resolved = worker_config(config, role=role, coordinator=coordinator, device=device, name=name)
+    cores = f", cores {','.join(map(str, resolved.cores))}" if resolved.cores else ""
+    print(f"{resolved.name}: {role} worker on {resolved.device}{cores}, for {resolved.coordinator}", file=sys.stderr)
     return int(_late(child.KINDS[role], "main")(to_plain(resolved)))
 
 
