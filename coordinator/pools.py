@@ -48,7 +48,7 @@ class Pools:
             world.send(epoch, Leave(reason=reason))
             world.out.append(Tell(WorkerState(worker=info.name, epoch=epoch, state="drained", reason=reason)))
             return
-        worker = world.workers.add(hello)
+        worker = world.workers.add(hello, world.limits.heartbeat_timeout_s)
         world.ledger.open(epoch, worker.num_blocks)
         world.index.open(epoch)
         world.send(epoch, Welcome(lease_ttl_s=world.limits.lease_ttl_s))
@@ -116,7 +116,7 @@ class Pools:
             return
         book = world.ledger.book(worker.epoch)
         wanted = frozenset(key for key in book.entries if world.lives.placed(key))
-        found = reconcile.compare(worker, heartbeat, book, wanted)
+        found = reconcile.compare(worker, heartbeat, book, wanted, world.now_s)
         for key in found.strangers:
             world.tally.count("pdserve_reconciled_total", what="stranger")
             world.send(worker.epoch, Drop(key=key))

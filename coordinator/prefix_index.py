@@ -15,7 +15,7 @@ from pdserve.messages import CacheEvents
 @dataclass(slots=True)
 class _Known:
     digests: set[bytes] = field(default_factory=set)
-    next_number: int | None = None  # of the next event; None: whatever comes
+    next_number: int | None = None  # of the next message; None: whatever comes
     is_resyncing: bool = False
 
 
@@ -30,16 +30,15 @@ class PrefixIndex:
         self._known.pop(epoch, None)
 
     def apply(self, epoch: str, events: CacheEvents) -> bool:
-        """False: something is missing, and the worker must send a snapshot. Asked once per gap.
+        """False: a message is missing, and the worker must send a snapshot. Asked once per gap.
 
-        A message carries events number `first` to `first + len(stored) + len(removed) - 1`; what comes after a
-        snapshot counts on from wherever it says.
+        `first` numbers an epoch's messages, snapshots included.
         """
         known = self._known.get(epoch)
         if known is None:
             return True
         if events.is_snapshot:
-            self._known[epoch] = _Known(set(events.stored))
+            self._known[epoch] = _Known(set(events.stored), events.first + 1)
             return True
         if known.is_resyncing:
             return True
@@ -48,7 +47,7 @@ class PrefixIndex:
             return False
         known.digests.update(events.stored)
         known.digests.difference_update(events.removed)
-        known.next_number = events.first + len(events.stored) + len(events.removed)
+        known.next_number = events.first + 1
         return True
 
     def num_leading(self, epoch: str, digests: Sequence[bytes]) -> int:

@@ -1,8 +1,8 @@
 """What a worker says it holds, against what the core thinks it holds (law 11).
 
-Owns the comparison, heartbeat by heartbeat; acting on it is the machine's. Heartbeats overtake the session's messages,
-so a difference counts only when it is seen twice in a row, and a missing key only once the worker's loop has turned.
-Invariant: comparing changes nothing but the memory of the last heartbeat.
+Owns the comparison, heartbeat by heartbeat; acting on it is the machine's. Heartbeats are older than they look and
+overtake the session's messages, so a difference counts only when it lasts, and a key is missed only by a loop that
+turns. Invariant: comparing changes nothing but the memory of former heartbeats.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from coordinator.ledger import Book
 from coordinator.workers import Worker
 from pdserve.messages import Heartbeat, Key
 
-NUM_GRACE = 2  # heartbeats before a new entry can be missed, and misses in a row that count
+NUM_MISSES = 2  # heartbeats in a row, the worker's loop having turned between them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,23 +22,37 @@ class Differences:
     missing: tuple[Key, ...]  # promised there, and not there
 
 
-def compare(worker: Worker, heartbeat: Heartbeat, book: Book, wanted: frozenset[Key]) -> Differences:
+def compare(worker: Worker, heartbeat: Heartbeat, book: Book, wanted: frozenset[Key], now_s: float) -> Differences:
     """`wanted` are the keys in `book` that belong to a present placement; the others wait to be released."""
-    has_turned = worker.heartbeat is not None and heartbeat.step > worker.heartbeat.step
-    worker.heartbeat = heartbeat
-    worker.num_heartbeats += 1
-    held = frozenset(heartbeat.held) | frozenset(heartbeat.leases)
-    strangers = held - wanted
-    again = strangers & worker.strangers
-    worker.strangers = set(strangers - again)
-    seen = {key: count for key, count in worker.missing.items() if key in book.entries and key not in held}
-    for key in book.entries:
-        if key not in held and (key not in seen or has_turned):
-            seen[key] = seen.get(key, 0) + 1
-    missing = [key for key, count in seen.items() if count >= 2 * NUM_GRACE]
-    worker.missing = {key: count for key, count in seen.items() if key not in missing}
-    return Differences(strangers=tuple(sorted(again, key=_order)), missing=tuple(sorted(missing, key=_order)))
+    return _Comparison(worker, heartbeat, now_s).differences(book, wanted)
 
 
-def _order(key: Key) -> tuple[str, int]:
-    return (key.request, key.attempt)
+class _Comparison:
+    def __init__(self, worker: Worker, heartbeat: Heartbeat, now_s: float) -> None:
+        self._worker = worker
+        self._has_turned = worker.heartbeat is not None and heartbeat.step > worker.heartbeat.step
+        self._held = frozenset(heartbeat.held) | frozenset(heartbeat.leases)
+        self._now_s = now_s
+        worker.heartbeat = heartbeat
+
+    def differences(self, book: Book, wanted: frozenset[Key]) -> Differences:
+        return Differences(strangers=self._strangers(wanted), missing=self._missing(book))
+
+    def _strangers(self, wanted: frozenset[Key]) -> tuple[Key, ...]:
+        since = {key: self._worker.strangers.get(key, self._now_s) for key in self._held - wanted}
+        lasting = [key for key, at_s in since.items() if self._now_s - at_s >= self._worker.grace_s]
+        self._worker.strangers = {key: at_s for key, at_s in since.items() if key not in lasting}
+        return _sorted(lasting)
+
+    def _missing(self, book: Book) -> tuple[Key, ...]:
+        misses = {}
+        for key, entry in book.entries.items():
+            if key not in self._held and self._now_s - entry.since_s >= self._worker.grace_s:
+                misses[key] = self._worker.missing.get(key, 0) + self._has_turned
+        lasting = [key for key, count in misses.items() if count >= NUM_MISSES]
+        self._worker.missing = {key: count for key, count in misses.items() if key not in lasting}
+        return _sorted(lasting)
+
+
+def _sorted(keys: list[Key]) -> tuple[Key, ...]:
+    return tuple(sorted(keys, key=lambda key: (key.request, key.attempt)))

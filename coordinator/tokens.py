@@ -64,7 +64,6 @@ class Tokens:
             return
         live.clock.stamp(stamp.name, stamp.time_ns, world.now_ns)
         if stamp.name == phases.PREFILL_STARTED:
-            world.tally.count("pdserve_cached_tokens_total", stamp.value, pool=worker.role)
             if not any(sample.tokens for sample in live.samples):
                 live.num_cached = min(stamp.value, live.num_prompt)
         elif stamp.name == phases.FIRST_TOKEN_READY:

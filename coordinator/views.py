@@ -77,10 +77,22 @@ def metrics(world: World) -> str:
                 add("pdserve_kv_blocks", "gauge", (*labels, ("state", state)), getattr(beat.counts, state))
             add("pdserve_leases", "gauge", (("worker", worker.name),), len(beat.leases))
             for metric in beat.metrics:
-                kind = "counter" if metric.name.endswith("_total") else "gauge"
-                add(metric.name, kind, (*metric.labels, ("worker", worker.name)), metric.value)
+                family, kind = _family(metric.name)
+                families.setdefault(family, (kind, []))[1].append(
+                    (metric.name, (*metric.labels, ("worker", worker.name)), metric.value)
+                )
         add("pdserve_reserved_blocks", "gauge", labels, world.ledger.book(worker.epoch).blocks)
     return text((name, kind, rows) for name, (kind, rows) in sorted(families.items()))
+
+
+def _family(name: str) -> tuple[str, str]:
+    """The metric that a worker's row belongs to, and its type."""
+    if name.endswith("_total"):
+        return name, "counter"
+    for part in ("_sum", "_count"):
+        if name.endswith(part):
+            return name.removesuffix(part), "summary"
+    return name, "gauge"
 
 
 def _needs_prefill(world: World) -> bool:

@@ -28,9 +28,9 @@ class Worker:
     state: State = "ready"
     prefill_rate: float  # tokens per second
     sample_s: float = 0.0005  # what one more sample adds to a decode step
+    grace_s: float = 2.0  # how long what it reports may differ from what the core thinks
     heartbeat: Heartbeat | None = None
-    num_heartbeats: int = 0
-    strangers: set[Key] = field(default_factory=set)  # reported last time, unknown to the core
+    strangers: dict[Key, float] = field(default_factory=dict)  # reported without business here, and since when
     missing: dict[Key, int] = field(default_factory=dict)  # expected, and in how many heartbeats not reported
 
     @property
@@ -70,8 +70,8 @@ class Registry:
         self._dead: set[str] = set()
         self._dead_order: deque[str] = deque()
 
-    def add(self, hello: WorkerHello) -> Worker:
-        worker = Worker(hello=hello, prefill_rate=max(1.0, hello.prefill_tokens_per_s))
+    def add(self, hello: WorkerHello, grace_s: float) -> Worker:
+        worker = Worker(hello=hello, prefill_rate=max(1.0, hello.prefill_tokens_per_s), grace_s=grace_s)
         self._live[worker.epoch] = worker
         return worker
 

@@ -230,11 +230,19 @@ def test_requests_that_wait_for_a_pool_to_come_back_are_placed_when_it_does():
     assert stage.land().owner == "p0.2"
 
 
-def test_a_key_that_a_worker_should_not_hold_is_dropped_again_when_seen_twice():
+def beats(stage: Stage, worker: str, *held: Key, count: int = 4, is_turning: bool = True) -> None:
+    """Heartbeats a second apart."""
+    for step in range(count):
+        stage.now_s += 1
+        stage.beat(worker, *held, step=step if is_turning else 7)
+
+
+def test_a_key_that_a_worker_should_not_hold_is_dropped_again_if_it_stays():
     stage = Stage()
     stray = Key(request="r-old-1", attempt=1)
-    assert stage.beat("p0.1", stray) == []
-    stage.beat("p0.1", stray)
+    beats(stage, "p0.1", stray, count=2)
+    assert stage.to("p0.1", Drop) == []
+    beats(stage, "p0.1", stray, count=1)
     assert stage.to("p0.1", Drop) == [Drop(key=stray)]
 
 
@@ -253,18 +261,26 @@ def test_a_key_that_is_being_let_go_is_no_difference():
 def test_a_placement_that_a_worker_never_mentions_has_failed_there():
     stage = Stage()
     stage.submit()
-    key = stage.land().key
-    for step in range(4):
-        stage.beat("d0.1", step=step)
-        stage.beat("p0.1", key, step=step)
+    beats(stage, "p0.1", stage.land().key, count=1)
+    beats(stage, "d0.1", count=2)
+    assert stage.land().key.attempt == 1
+    beats(stage, "d0.1")
     assert stage.land().key.attempt == 2
+
+
+def test_a_heartbeat_older_than_the_placement_misses_nothing():
+    stage = Stage()
+    stage.submit()
+    for step in range(10):
+        stage.now_s += 0.1
+        stage.beat("d0.1", step=step)
+    assert stage.land().key.attempt == 1
 
 
 def test_a_worker_whose_loop_does_not_turn_cannot_miss_anything():
     stage = Stage()
     stage.submit()
-    for _ in range(10):
-        stage.beat("d0.1", step=7)
+    beats(stage, "d0.1", count=9, is_turning=False)
     assert stage.land().key.attempt == 1
 
 
@@ -272,7 +288,6 @@ def test_a_promise_that_the_worker_has_forgotten_is_forgotten():
     stage = Stage()
     key = stage.decoding()
     stage.abandon()
-    for step in range(5):
-        stage.beat("d0.1", step=step)
+    beats(stage, "d0.1", count=6)
     assert stage.to("d0.1", Drop) == [Drop(key=key)]
     stage.nothing_leaked()

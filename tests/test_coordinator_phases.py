@@ -64,13 +64,14 @@ def test_a_pause_in_a_stream_is_lost_from_one_token_to_the_next():
     clock.stamp("first_token_ready", 5 * MS, 5 * MS)
     clock.sent_first(5 * MS)
     clock.accepted(5 * MS)
-    clock.stamp("second_token", 7 * MS, 7 * MS)
+    clock.stamp("decode_started", 6 * MS, 6 * MS)
+    clock.stamp("second_token", 9 * MS, 9 * MS)  # never arrived
     clock.accepted(8 * MS)
     clock.lose(10 * MS)
     clock.placed(12 * MS)
     clock.accepted(20 * MS)
     spent = spent_ms(clock, 23)
-    assert spent["lost"] == 12 and spent["decode"] == 1 + 3 and sum(spent.values()) == 23
+    assert (spent["lost"], spent["first_decode"], spent["decode"], sum(spent.values())) == (12, 2, 3, 23)
 
 
 def test_overlap_is_the_share_of_the_transfer_before_the_first_token():
