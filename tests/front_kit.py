@@ -30,12 +30,17 @@ from pdserve.messages import (
 )
 
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS = 2
-TEXT = ["hello world, the quick brown fox jumps over the lazy dog. " * 3, "system user assistant\nYou are helpful", "삼겹살"]
+TEXT = [
+    "hello world, the quick brown fox jumps over the lazy dog. " * 3,
+    "system user assistant\nYou are helpful",
+    "삼겹살",
+]
 
 
 def in_loop(test: Callable[..., Any]) -> Callable[..., None]:
@@ -182,6 +187,7 @@ class FakeCore:
         self.submits: list[Submit] = []
         self.abandoned: list[Abandon] = []
         self.stops: list[StopFound] = []
+        self.on_stop: Callable[[StopFound], None] = lambda message: None
         self.arrived = asyncio.Event()
         self.was_abandoned = asyncio.Event()
         self.is_connected = True
@@ -213,6 +219,7 @@ class FakeCore:
                 self.was_abandoned.set()
             case StopFound():
                 self.stops.append(message)
+                self.on_stop(message)
             case Probe() if self.answers_probes:
                 detail = json.dumps({"pools": {"prefill": "1 ready", "decode": "1 ready"}})
                 reply = ProbeReply(nonce=message.nonce, is_ready=self.is_ready, detail=detail)
@@ -282,7 +289,10 @@ class Call:
 
     def __init__(self, app: Any, method: str, path: str, body: bytes | dict[str, Any] = b"", **headers: str) -> None:
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
-        fields = {"content-type": "application/json", **{key.replace("_", "-"): value for key, value in headers.items()}}
+        fields = {
+            "content-type": "application/json",
+            **{key.replace("_", "-"): value for key, value in headers.items()},
+        }
         self.reply = Reply()
         self.has_bytes = asyncio.Event()
         self.blocked: asyncio.Event | None = None  # set one to make the client stop reading
@@ -294,13 +304,14 @@ class Call:
             "headers": [(key.encode(), value.encode("utf-8")) for key, value in fields.items() if value],
             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
         }  # fmt: skip
-        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+        self._start = lambda: asyncio.ensure_future(app(scope, self._receive, self._send))
+        self.task = self._start() if asyncio._get_running_loop() else None  # made outside a loop: `done` starts it
 
     def leave(self) -> None:
         self._gone.set()
 
     async def done(self) -> Reply:
-        await self.task
+        await (self.task or self._start())
         return self.reply
 
     async def _receive(self) -> dict[str, Any]:

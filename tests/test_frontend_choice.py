@@ -174,7 +174,11 @@ def test_an_end_that_counts_differently_is_a_broken_promise():
         end(answer, "length", num_generated=4)
 
 
-@given(st.text(alphabet="abcd é🦊", max_size=25), st.integers(1, 7), st.lists(st.text("abc", min_size=1, max_size=3), max_size=3))
+@given(
+    st.text(alphabet="abcd é🦊", max_size=25),
+    st.integers(1, 7),
+    st.lists(st.text("abc", min_size=1, max_size=3), max_size=3),
+)
 def test_grouping_changes_nothing(text, size, stops):
     ids = TOKENIZER.encode(text)
     alone, grouped = choice(*stops), choice(*stops)

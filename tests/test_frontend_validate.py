@@ -64,13 +64,16 @@ def test_the_defaults_are_the_documented_ones():
     assert sampling.eos_token_ids == (2,)
 
 
+OPTIONAL = [
+    "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "max_tokens", "min_tokens",
+    "max_completion_tokens", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",
+    "stream", "stream_options", "include_phases", "priority", "return_token_ids", "cache_salt", "slo", "logprobs",
+    "echo", "suffix", "best_of", "user", "tools", "response_format", "made_up",
+]  # fmt: skip
+
+
 def test_null_is_the_same_as_absent():
-    names = (
-        "temperature top_p top_k min_p n seed stop stop_token_ids max_tokens max_completion_tokens min_tokens logit_bias "
-        "presence_penalty frequency_penalty repetition_penalty ignore_eos stream stream_options include_phases priority "
-        "return_token_ids cache_salt slo logprobs echo suffix best_of user tools response_format made_up"
-    ).split()
-    assert completion(**dict.fromkeys(names)) == completion()
+    assert completion(**dict.fromkeys(OPTIONAL)) == completion()
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -395,7 +398,8 @@ UNSUPPORTED = {
     "functions": [{}], "function_call": {"name": "f"}, "response_format": {"type": "json_object"},
     "structured_outputs": {"json": {}}, "guided_json": {}, "guided_regex": "a", "guided_choice": ["a"], "grammar": "x",
     "prompt_logprobs": -1, "chat_template": "{{ 1 }}", "chat_template_kwargs": {"chat_template": "x"}, "audio": {},
-    "modalities": ["text", "audio"], "use_beam_search": True, "bad_words": ["a"] * 50_000, "allowed_token_ids": [1] * 2000,
+    "modalities": ["text", "audio"], "use_beam_search": True, "bad_words": ["a"] * 50_000,
+    "allowed_token_ids": [1] * 2000,
     "logits_processors": ["x"], "continue_final_message": True, "add_generation_prompt": False,
     "truncate_prompt_tokens": 5, "include_stop_str_in_output": True, "skip_special_tokens": False,
     "length_penalty": 2.0, "documents": [{}], "web_search_options": {}, "prompt_embeds": "x",

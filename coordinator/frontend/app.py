@@ -1,7 +1,8 @@
 """The front end as one ASGI application: routes, and the layers every request passes.
 
-Owns the order of the layers, all of them plain ASGI, so that a disconnect and every chunk pass through unchanged.
-Invariant: whatever fails outside a route still answers in the one envelope, and X-Request-Id comes back as it was.
+Owns the table of addresses and the order of the layers, all of them plain ASGI, so that a disconnect and every chunk
+pass through unchanged. Invariant: every answer that is not a result has the one envelope, and X-Request-Id comes back
+as it was.
 """
 
 from __future__ import annotations
@@ -9,10 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from typing import Any
 
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from coordinator.frontend.envelope import internal_error
@@ -25,32 +23,39 @@ from pdserve.errors import NotFoundError, RequestError
 
 log = logging.getLogger("pdserve.front")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_ROUTES = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/models",
-    "/tokenize",
-    "/detokenize",
-    "/health",
-    "/ready",
-    "/metrics",
+_MODEL = "/v1/models/"  # a model's name follows
+_PLAIN = frozenset(
+    (
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/ready",
+        "/metrics",
+    )
 )
 
 
 def build_app(front: Front) -> App:
-    inner = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    inner.add_exception_handler(HTTPException, _http_exception)
     routes = Routes(front, started=int(time.time()))
-    _add(inner, "POST", "/v1/chat/completions", Generate(front, "chat"))
-    _add(inner, "POST", "/v1/completions", Generate(front, "completion"))
-    _add(inner, "POST", "/tokenize", Post(front, routes.tokenize))
-    _add(inner, "POST", "/detokenize", Post(front, routes.detokenize))
-    _add(inner, "GET", "/v1/models", Get(routes.models))
-    _add(inner, "GET", "/v1/models/{name:path}", Get(routes.model))
-    _add(inner, "GET", "/health", Get(routes.health))
-    _add(inner, "GET", "/ready", Get(routes.ready))
-    _add(inner, "GET", "/metrics", _Raw(routes.metrics))
-    app: App = KeyGate(inner, front.config.api_keys)
+    app: App = KeyGate(
+        Router(
+            {
+                "/v1/chat/completions": ("POST", Generate(front, "chat")),
+                "/v1/completions": ("POST", Generate(front, "completion")),
+                "/v1/models": ("GET", Get(routes.models)),
+                _MODEL: ("GET", Get(routes.model)),
+                "/tokenize": ("POST", Post(front, routes.tokenize)),
+                "/detokenize": ("POST", Post(front, routes.detokenize)),
+                "/health": ("GET", Get(routes.health)),
+                "/ready": ("GET", Get(routes.ready)),
+                "/metrics": ("GET", routes.metrics),
+            }
+        ),
+        front.config.api_keys,
+    )
     if front.config.cors_origins:
         # never with credentials: the key travels in a header, and cookies mean nothing here
         app = CORSMiddleware(
@@ -62,6 +67,24 @@ def build_app(front: Front) -> App:
             allow_credentials=False,
         )
     return Frame(app, front)
+
+
+class Router:
+    """Exact addresses, one method each (HEAD goes where GET goes); an address that ends in / takes what follows."""
+
+    def __init__(self, table: dict[str, tuple[str, App]]) -> None:
+        self._table = table
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no websockets, and nothing to do at start-up
+        method, endpoint = self._table.get(route_of(scope["path"]), ("", _nowhere))
+        methods = (method, "HEAD") if method == "GET" else (method,)
+        if method and scope["method"] not in methods:
+            refusal = RequestError("This address does not take that method", code="method_not_allowed", status=405)
+            await send_error(send, refusal, [(b"allow", ", ".join(methods).encode())])
+            return
+        await endpoint(scope, receive, send)
 
 
 class Frame:
@@ -81,14 +104,14 @@ class Frame:
         try:
             await self._app(scope, receive, answer)
         except Exception:
-            log.exception("a request failed")
             if answer.status:
-                raise
+                raise  # the server closes the connection: there is no good end to what has begun
+            log.exception("a request failed")
             await send_error(answer, internal_error())
         finally:
             self._metrics.open_now.dec()
             seconds = time.monotonic() - started_s
-            self._metrics.answered(route=_route(scope["path"]), status=answer.status, seconds=seconds)
+            self._metrics.answered(route=route_of(scope["path"]), status=answer.status, seconds=seconds)
 
 
 class _Answer:
@@ -107,38 +130,12 @@ class _Answer:
         await self._send(message)
 
 
-class _Raw:
-    """Makes a method an ASGI endpoint that routing does not wrap."""
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
+def route_of(path: str) -> str:
+    """The entry of the table an address belongs to, or `other`: also a bounded label."""
+    if path.startswith(_MODEL) and len(path) > len(_MODEL):
+        return _MODEL
+    return path if path in _PLAIN else "other"
 
 
-def _add(app: FastAPI, method: str, path: str, endpoint: Any) -> None:
-    app.router.add_route(path, endpoint, methods=[method])
-
-
-async def _http_exception(request: Any, error: Any) -> Any:
-    """Routing's own refusals: unknown paths and methods."""
-    if error.status_code == 404:
-        refusal: RequestError = NotFoundError("There is nothing at this address", code="not_found")
-    elif error.status_code == 405:
-        refusal = RequestError("This address does not take that method", code="method_not_allowed", status=405)
-    else:
-        refusal = RequestError(str(error.detail), status=error.status_code)
-    headers = [(key.lower().encode(), value.encode()) for key, value in (error.headers or {}).items()]
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        await send_error(send, refusal, headers)
-
-    return answer
-
-
-def _route(path: str) -> str:
-    """A bounded label."""
-    if path.startswith("/v1/models/"):
-        return "/v1/models/{id}"
-    return path if path in _ROUTES else "other"
+async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
+    await send_error(send, NotFoundError("There is nothing at this address", code="not_found"))

@@ -20,7 +20,7 @@ _COMMENT = re.compile(r"# (?:HELP|TYPE) (\S+)")
 
 class FrontMetrics:
     def __init__(self, process: str) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         registry = self._registry
         self._process = process

@@ -64,7 +64,7 @@ class Routes:
         return 200, {"object": "list", "data": [self._model(name) for name in self._front.config.served_names]}
 
     async def model(self, scope: Scope) -> tuple[int, Any]:
-        name = scope["path_params"]["name"]
+        name = scope["path"].removeprefix("/v1/models/")
         if name not in self._front.config.served_names:
             raise unknown_model(name, self._front.model)
         return 200, self._model(name)

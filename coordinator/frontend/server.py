@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
+import uvloop
 
 from coordinator.frontend.app import build_app
 from coordinator.frontend.client import Connect
@@ -61,74 +62,58 @@ def run(
     on_listening: Callable[[str], None] | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. `sock`: from `bind`, perhaps in another process."""
-    front = Front(config, connect)
-    listener = bind(config.host, config.port, stall_timeout_s=config.client_stall_timeout_s) if sock is None else sock
-    uvicorn_config = _uvicorn_config(front)
-    with asyncio.Runner(loop_factory=uvicorn_config.get_loop_factory()) as runner:
-        return runner.run(_serve(front, _Server(uvicorn_config), listener, on_listening))
+    server = FrontServer(config, connect, sock=sock)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(server.serve(on_listening))
 
 
-async def serve(
-    config: FrontConfig,
-    connect: Connect,
-    *,
-    sock: socket.socket | None = None,
-    on_listening: Callable[[str], None] | None = None,
-) -> int:
-    """`run`, in a loop that runs already."""
-    front = Front(config, connect)
-    listener = bind(config.host, config.port, stall_timeout_s=config.client_stall_timeout_s) if sock is None else sock
-    return await _serve(front, _Server(_uvicorn_config(front)), listener, on_listening)
+class FrontServer:
+    """The first `stop` lets running requests finish, the second ends them; signals do the same."""
 
+    def __init__(self, config: FrontConfig, connect: Connect, *, sock: socket.socket | None = None) -> None:
+        self.front = Front(config, connect)
+        self._timeout_s = config.shutdown_timeout_s
+        self._listener = sock or bind(config.host, config.port, stall_timeout_s=config.client_stall_timeout_s)
+        self._server = _Server(_uvicorn_config(self.front))
+        self._timers: list[asyncio.TimerHandle] = []
+        self.url = url_of(self._listener)
 
-async def _serve(
-    front: Front, server: _Server, listener: socket.socket, on_listening: Callable[[str], None] | None
-) -> int:
-    loop = asyncio.get_running_loop()
-    shutdown = Shutdown(front, server)
-    lag = loop.create_task(front.metrics.watch_lag(every_s=1.0, now_s=time.monotonic))
-    front.client.start()
-    with _signals(loop, shutdown.ask):
-        try:
-            if on_listening is not None:
-                on_listening(url_of(listener))
-            await server.serve(sockets=[listener])
-        finally:
-            lag.cancel()
-            shutdown.cancel()
-            front.close()
-    return 0
+    async def serve(self, on_listening: Callable[[str], None] | None = None) -> int:
+        """Returns 0 when stopped. `on_listening` is called with the base URL."""
+        loop = asyncio.get_running_loop()
+        lag = loop.create_task(self.front.metrics.watch_lag(every_s=1.0, now_s=time.monotonic))
+        self.front.client.start()
+        with _signals(loop, self.stop):
+            try:
+                if on_listening is not None:
+                    on_listening(self.url)
+                await self._server.serve(sockets=[self._listener])
+            finally:
+                lag.cancel()
+                for timer in self._timers:
+                    timer.cancel()
+                self.front.close()
+        return 0
 
-
-class Shutdown:
-    """From the first signal to the last byte."""
-
-    def __init__(self, front: Front, server: _Server) -> None:
-        self._front = front
-        self._server = server
-        self._deadline: asyncio.TimerHandle | None = None
-
-    def ask(self) -> None:
-        """The first time: finish what runs. The second: now."""
-        if self._front.is_leaving:
+    def stop(self) -> None:
+        if self.front.is_leaving:
             self._end_requests()
             return
-        self._front.is_leaving = True
+        self.front.is_leaving = True
         self._server.should_exit = True
-        timeout_s = self._front.config.shutdown_timeout_s
-        self._deadline = asyncio.get_running_loop().call_later(timeout_s, self._end_requests)
-        log.info("shutting down; %d requests have %g s to finish", self._front.client.num_open, timeout_s)
-
-    def cancel(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
+        self._later(self._timeout_s, self._end_requests)
+        log.info("shutting down; %d requests have %g s to finish", self.front.client.num_open, self._timeout_s)
 
     def _end_requests(self) -> None:
-        self._front.client.interrupt_all(leaving())
-        asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._force)
+        """Whoever is still there is told; then connections are closed as they are."""
+        self.front.client.interrupt_all(leaving())
+        self._later(_LAST_WORDS_S, self._force)
 
     def _force(self) -> None:
         self._server.force_exit = True
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(delay_s, action))
 
 
 class _Server(uvicorn.Server):
@@ -142,7 +127,6 @@ class _Server(uvicorn.Server):
 def _uvicorn_config(front: Front) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(front),
-        loop="uvloop",
         http="httptools",
         ws="none",
         lifespan="off",

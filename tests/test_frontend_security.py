@@ -1,0 +1,171 @@
+"""API keys and cross-origin requests."""
+
+import asyncio
+
+import pytest
+from front_kit import Bench, in_loop, model_folder, replies
+
+from coordinator.frontend.config import FrontConfig, is_loopback, read_api_keys
+from pdserve.errors import ConfigError
+
+KEY = "sk-secret-one"
+PATHS = [
+    "/", "/v1/models", "/v1/models/tiny", "/ready", "/metrics", "/docs", "/openapi.json", "/redoc", "//v1/models",
+    "/V1/models", "/v1/models/", "/v1/../v1/models", "/%76%31/models", "/health/", "//health", "/HEALTH", "/health/..",
+    "/nothing", "/invocations", "/generate", "/admin/pools",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def bench(folder):
+    made = Bench(folder, api_keys=(KEY, "sk-clé-two"))
+    made.core.script = replies(50)
+    return made
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "DELETE"])
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_but_health_answers_without_a_key(bench, method, path):
+    reply = asyncio.run(bench.call(method, path).done())
+    assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+    assert reply.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+def test_no_body_is_read_without_a_key(bench, path):
+    call = bench.call("POST", path, {"model": "tiny"})
+    assert asyncio.run(call.done()).status == 401
+    assert call._incoming
+
+
+@in_loop
+async def test_health_needs_no_key(bench):
+    assert (await bench.get("/health")).status == 200
+
+
+@pytest.mark.parametrize("value", [f"Bearer {KEY}", f"bearer {KEY}", f"BEARER  {KEY} ", "Bearer sk-clé-two"])
+def test_every_key_opens_whatever_the_case_of_bearer(bench, value):
+    assert asyncio.run(bench.get("/v1/models", authorization=value)).status == 200
+
+
+@pytest.mark.parametrize(
+    "value",
+    [KEY, f"Basic {KEY}", "Bearer", "Bearer ", "Bearer x", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer ключ"],
+)
+def test_other_values_do_not(bench, value):
+    assert asyncio.run(bench.get("/v1/models", authorization=value)).status == 401
+
+
+@in_loop
+async def test_no_key_is_ever_logged(bench, caplog):
+    caplog.set_level("DEBUG")
+    await bench.get("/v1/models", authorization=f"Bearer {KEY}")
+    await bench.get("/v1/models", authorization="Bearer wrong-key")
+    assert KEY not in caplog.text and "wrong-key" not in caplog.text
+
+
+# --- other origins ---------------------------------------------------------------------------------------------------
+
+EVIL = "https://evil.example"
+
+
+@in_loop
+async def test_by_default_no_other_origin_is_let_in(folder):
+    made = Bench(folder)
+    simple = await made.get("/v1/models", origin=EVIL)
+    preflight = await made.call(
+        "OPTIONS", "/v1/completions", origin=EVIL, access_control_request_method="POST"
+    ).done()  # fmt: skip
+    for reply in (simple, preflight):
+        assert not any(name.startswith("access-control") for name in reply.headers)
+    assert preflight.status == 405
+
+
+@in_loop
+async def test_a_page_s_simple_post_is_refused(folder):
+    made = Bench(folder)
+    made.core.script = replies(50)
+    for kind in ("text/plain", ""):
+        reply = await made.post("/v1/completions", {"model": "tiny", "prompt": "a"}, origin=EVIL, content_type=kind)
+        assert reply.status == 400
+    assert made.core.submits == []
+
+
+@in_loop
+async def test_a_configured_origin_is_let_in_and_no_other(folder):
+    made = Bench(folder, cors_origins=("https://good.example",), api_keys=(KEY,))
+    good = await made.get("/v1/models", origin="https://good.example", authorization=f"Bearer {KEY}")
+    evil = await made.get("/v1/models", origin=EVIL, authorization=f"Bearer {KEY}")
+    assert good.headers["access-control-allow-origin"] == "https://good.example"
+    assert "access-control-allow-origin" not in evil.headers
+
+
+@in_loop
+async def test_a_preflight_of_a_configured_origin_needs_no_key(folder):
+    made = Bench(folder, cors_origins=("https://good.example",), api_keys=(KEY,))
+    reply = await made.call(
+        "OPTIONS", "/v1/completions", origin="https://good.example", access_control_request_method="POST",
+        access_control_request_headers="authorization,content-type",
+    ).done()  # fmt: skip
+    assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, "https://good.example")
+
+
+@in_loop
+async def test_every_origin_is_never_let_in_with_credentials(folder):
+    made = Bench(folder, cors_origins=("*",))
+    reply = await made.get("/v1/models", origin=EVIL, cookie="a=b")
+    assert reply.headers["access-control-allow-origin"] == "*"
+    assert "access-control-allow-credentials" not in reply.headers
+
+
+# --- configuration ---------------------------------------------------------------------------------------------------
+
+
+def config(folder, **changes):
+    return FrontConfig(
+        model_dir=folder, served_names=("tiny",), vocab_size=512, eos_token_ids=(2,), max_model_len=128, **changes
+    )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
+def test_loopback_needs_no_key(folder, host):
+    assert is_loopback(host)
+    config(folder, host=host).check()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_other_addresses_need_keys_or_the_word_insecure(folder, host):
+    with pytest.raises(ConfigError, match="--api-key-file"):
+        config(folder, host=host).check()
+    config(folder, host=host, api_keys=(KEY,)).check()
+    config(folder, host=host, is_insecure=True).check()
+
+
+def test_keys_are_read_from_the_lines_of_a_file(tmp_path):
+    (tmp_path / "keys").write_text(f"# ours\n{KEY}\n\n  second-key \n")
+    assert read_api_keys(tmp_path / "keys") == (KEY, "second-key")
+
+
+@pytest.mark.parametrize("content", ["", "\n# none\n", "short\n"])
+def test_a_file_without_good_keys_is_refused(tmp_path, content):
+    (tmp_path / "keys").write_text(content)
+    with pytest.raises(ConfigError, match="needs at least one key"):
+        read_api_keys(tmp_path / "keys")
+
+
+def test_a_missing_key_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_api_keys(tmp_path / "keys")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"port": 70000}, {"max_body_mb": 0}, {"client_buffer_kb": 0}, {"request_timeout_s": -1.0}]
+)
+def test_numbers_that_make_no_sense_are_refused(folder, changes):
+    with pytest.raises(ConfigError):
+        config(folder, **changes).check()
