@@ -19,18 +19,22 @@ def pump(world: World) -> None:
     """Place whatever fits now."""
 
     def try_place(live: Live) -> bool | None:
+        if live.tried_at == world.num_changes:
+            return False
+        live.tried_at = world.num_changes
         placement = place(world, live)
         if isinstance(placement, EmptyPool):
             if world.limits.on_empty_pool != "queue":
                 end(world, live, pool_empty(world, placement.message))
+            live.tried_at = -1
             return None
         if placement is None:
             return False
         _start(world, live, placement)
         return True
 
-    while world.has_room:
-        world.has_room = False
+    while world.must_pump:
+        world.must_pump = False
         world.waiting.offer(try_place)
 
 

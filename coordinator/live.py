@@ -67,6 +67,7 @@ class Live:
     num_failed: int = 0  # of them, those that count
     num_bypassed: int = 0
     num_cached: int = 0
+    tried_at: int = -1  # `World.num_changes` when it last did not fit
     avoid: set[str] = field(default_factory=set)  # epochs that failed it
 
     @property

@@ -44,6 +44,7 @@ def end_sample(world: World, live: Live, sample: Sample, reason: FinishReason) -
     sample.reason = reason
     num_generated = len(sample.tokens)
     world.forecast.observe(num_generated)
+    world.make_room()
     world.send(
         live.front,
         SampleEnded(ticket=live.submit.ticket, sample=sample.index, reason=reason, num_generated=num_generated),
@@ -76,7 +77,7 @@ def end(world: World, live: Live, outcome: Outcome) -> None:
     world.waiting.remove(live)
     world.timers.remove(live)
     world.lives.remove(live)
-    world.has_room = True
+    world.make_room()
     _tell(world, live.front, live.submit, live.clock, outcome, live)
 
 

@@ -54,7 +54,7 @@ class Pools:
         world.send(epoch, Welcome(lease_ttl_s=world.limits.lease_ttl_s))
         self._send_roster()
         self._tell(worker, "ready", "registered")
-        world.has_room = True
+        world.make_room()
 
     def refuse(self, epoch: str) -> None:
         """Whatever a dead or unknown epoch says (law 7)."""
@@ -77,7 +77,7 @@ class Pools:
             return
         world.ledger.close(epoch)
         world.index.close(epoch)
-        world.has_room = True
+        world.make_room()
         self._send_roster()
         if worker.state != "drained" and not by_supervisor:
             self._tell(worker, "suspect", reason)
@@ -92,7 +92,7 @@ class Pools:
         if not world.ledger.release(worker.epoch, key):
             world.ignore("unknown_key")
             return
-        world.has_room = True
+        world.make_room()
         live = world.lives.placed(key)
         if live is not None and not self._has_prefilled(live, worker):
             failure = Failure(key=key, kind="internal", reason=f"{worker.name} let go of it too early")
@@ -103,6 +103,9 @@ class Pools:
         live = self._world.lives.placed(failure.key)
         if live is None or live.placement is None or worker.epoch not in live.placement.workers:
             self._world.ignore("old_attempt")
+            return
+        if self._is_done_with(live, worker):
+            self._world.ignore("late_failure")
             return
         is_about_owner = failure.kind in ("kv_unreadable", "owner_lost", "handoff_timeout")
         culprit = live.placement.prefill if is_about_owner else worker.epoch
@@ -144,7 +147,7 @@ class Pools:
             return
         worker.state = "draining"
         self._tell(worker, "draining", "asked to")
-        self._world.has_room = True
+        self._world.make_room()
         self._leave_if_drained(worker)
 
     def gone(self, gone: WorkerGone) -> None:

@@ -156,19 +156,21 @@ class Tokens:
         placement.is_prefilled = True
         computing = placement.prefill or placement.decode
         if worker.epoch == computing and self._world.ledger.prefilled(computing, placement.key):
-            self._world.has_room = True
+            self._world.make_room()
             seconds = live.clock.seconds(phases.PREFILL_STARTED, phases.FIRST_TOKEN_READY)
             worker.learn_prefill(placement.num_uncached, seconds or 0.0)
         if not placement.prefill:
             self._landed(live, placement)
 
     def _landed(self, live: Live, placement: Placement) -> None:
+        if placement.is_landed:
+            return
         placement.is_landed = True
         if placement.landing_due_s is not None:
             placement.landing_due_s = None
             self._world.timers.push(live)
         if self._world.ledger.landed(placement.decode, placement.key):
-            self._world.has_room = True
+            self._world.make_room()
 
     def _discard(self, num_tokens: int) -> None:
         if num_tokens:

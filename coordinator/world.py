@@ -44,7 +44,8 @@ class World:
         self.now_s = 0.0
         self.now_ns = 0
         self.growth: dict[str, float] = {}  # expected blocks per decode worker, as of this step's last placement
-        self.has_room = False  # something changed that may let a waiting request be placed
+        self.num_changes = 0  # that may let a waiting request be placed; none since it was tried: it still does not fit
+        self.must_pump = False
 
     def begin(self, now_s: float) -> None:
         self.now_s, self.now_ns = now_s, round(now_s * 1e9)
@@ -63,7 +64,13 @@ class World:
         live.queue_due_s = self.now_s + self.limits.queue_timeout_s
         self.waiting.add(live)
         self.timers.push(live)
-        self.has_room = True
+        live.tried_at = -1
+        self.must_pump = True
+
+    def make_room(self) -> None:
+        """Something came free, or a worker came or went."""
+        self.num_changes += 1
+        self.must_pump = True
 
     def predicted_wait_s(self) -> float:
         """Until what waits now is prefilled."""

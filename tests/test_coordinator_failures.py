@@ -54,6 +54,15 @@ def test_a_dead_prefill_worker_does_not_matter_once_everything_was_read():
     assert stage.text() == [10, 11]
 
 
+def test_a_failure_where_nothing_is_needed_any_more_is_ignored():
+    stage = Stage()
+    stage.submit()
+    key = stage.land().key
+    stage.tokens("p0.1", key, 6, 10)
+    stage.landed("d0.1", key)
+    assert stage.fail("p0.1", key, "internal") == [Ignored("late_failure")]
+
+
 def test_a_prefill_worker_that_let_go_before_it_died_was_read():
     stage = Stage(prefill=2)
     stage.submit()
