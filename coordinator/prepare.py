@@ -116,9 +116,14 @@ def listen(host: str, port: int, flag: str) -> socket.socket:
     return server
 
 
+def short_folder(folder: Path) -> Path:
+    """`folder`, or one under /tmp where Unix sockets in it would exceed the 107 bytes that the kernel allows."""
+    return folder if len(os.fsencode(folder)) <= 40 else Path(f"/tmp/pdserve-{os.getuid()}")
+
+
 def make_run_dir() -> Path:
     """A folder for this server's Unix sockets; those of servers that were killed are removed on the way."""
-    base = private_folder(runtime_folder())
+    base = private_folder(short_folder(runtime_folder()))
     for old in base.glob("run-*-*"):
         _, pid, ticks = old.name.split("-", 2)
         if pid.isdecimal() and str(started_ticks(int(pid))) != ticks.partition("-")[0]:
