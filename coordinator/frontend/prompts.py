@@ -44,7 +44,7 @@ def read_prompts(fields: Fields, *, vocab_size: int, max_model_len: int) -> tupl
     return tuple(_ids_prompt(item, vocab_size, max_model_len) for item in value)
 
 
-def read_messages(fields: Fields) -> tuple[Message, ...]:
+def read_messages(fields: Fields, *, max_model_len: int) -> tuple[Message, ...]:
     value = fields.value("messages")
     if value is None:
         raise RequestError("'messages' is required", param="messages", code="missing_required_parameter")
@@ -52,6 +52,8 @@ def read_messages(fields: Fields) -> tuple[Message, ...]:
         raise refuse("messages", "a list of messages", value)
     if not value:
         raise RequestError("'messages' is empty; at least one message is needed", param="messages", code="empty_array")
+    if len(value) >= max_model_len:  # each takes a token at least
+        raise too_long(limit=max_model_len, num_prompt=f"at least {len(value)}", param="messages")
     return tuple(_message(item, f"messages[{index}]") for index, item in enumerate(value))
 
 

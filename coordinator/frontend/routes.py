@@ -95,7 +95,7 @@ class Routes:
         front = self._front
         read_model(fields, front.model, is_required=False)
         if fields.value("messages") is not None:
-            messages = read_messages(fields)
+            messages = read_messages(fields, max_model_len=front.config.max_model_len)
             self._check_chars(sum(len(message["content"]) for message in messages), "messages")
             tokens = await front.in_thread(
                 lambda: front.template.encode(messages, limit_s=front.config.render_timeout_s)

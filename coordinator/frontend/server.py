@@ -28,7 +28,7 @@ _BACKLOG = 2048
 _LAST_WORDS_S = 1.0  # for error events to reach their clients
 
 
-def bind(host: str, port: int, *, stall_timeout_s: float = 60.0) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """A listening socket, which several front ends may share. Raises ConfigError when the address is taken."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -37,9 +37,6 @@ def bind(host: str, port: int, *, stall_timeout_s: float = 60.0) -> socket.socke
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # inherited by connections: the kernel drops a client that acknowledges nothing for that long
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_timeout_s * 1000))
         sock.bind(address)
         sock.listen(_BACKLOG)  # at once, so that nobody else can take the port
     except OSError as error:
@@ -47,6 +44,12 @@ def bind(host: str, port: int, *, stall_timeout_s: float = 60.0) -> socket.socke
         raise ConfigError(f"port {port} of {host} cannot be used ({error.strerror}): choose another --port") from None
     sock.setblocking(False)
     return sock
+
+
+def _limit_stalls(listener: socket.socket, timeout_s: float) -> None:
+    """Inherited by connections: the kernel drops a client that takes nothing for that long."""
+    if hasattr(socket, "TCP_USER_TIMEOUT") and listener.family in (socket.AF_INET, socket.AF_INET6):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
 
 
 def url_of(sock: socket.socket) -> str:
@@ -73,7 +76,8 @@ class FrontServer:
     def __init__(self, config: FrontConfig, connect: Connect, *, sock: socket.socket | None = None) -> None:
         self.front = Front(config, connect)
         self._timeout_s = config.shutdown_timeout_s
-        self._listener = sock or bind(config.host, config.port, stall_timeout_s=config.client_stall_timeout_s)
+        self._listener = sock or bind(config.host, config.port)
+        _limit_stalls(self._listener, config.client_stall_timeout_s)
         self._server = _Server(_uvicorn_config(self.front))
         self._timers: list[asyncio.TimerHandle] = []
         self.url = url_of(self._listener)

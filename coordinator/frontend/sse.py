@@ -16,8 +16,8 @@ HEADERS = [
 ]
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 and its like end lines for some
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """ASCII only: U+2028 and its like end lines for some clients."""
-    return b"data: " + json.dumps(body, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _ENCODER.encode(body).encode() + b"\n\n"

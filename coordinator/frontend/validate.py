@@ -68,7 +68,7 @@ def parse(kind: Kind, body: dict[str, Any], model: Model) -> Parsed:
     refuse_unsupported(fields)
     is_chat = kind == "chat"
     prompts = () if is_chat else read_prompts(fields, vocab_size=model.vocab_size, max_model_len=model.max_model_len)
-    messages = read_messages(fields) if is_chat else ()
+    messages = read_messages(fields, max_model_len=model.max_model_len) if is_chat else ()
     max_tokens_name, max_tokens = _max_tokens(fields)
     sampling = _sampling(fields, kind, model)
     if max_tokens is not None and sampling.min_tokens > max_tokens:
