@@ -26,7 +26,7 @@ from pdserve.layout import KVLayout
 
 ROUNDS = 3
 TIMEOUT_S = 2.0
-LEAST_SHARE = {"shm": 0.15, "tcp": 0.02}  # of a plain copy in this process; below it the link is called slow
+LEAST_SHARE = {"shm": 0.1, "tcp": 0.005}  # of a plain copy in this process; below it the link is called slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

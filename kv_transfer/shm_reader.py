@@ -7,83 +7,27 @@ no other process meanwhile) before generations are compared; whatever fails any 
 
 from __future__ import annotations
 
-import errno
-import mmap
 import os
 import select
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
+from kv_transfer.copiers import Copier, MappedCopier, ProcessCopier, reason_of
 from kv_transfer.header import HeaderView
 from kv_transfer.links import BlockRead, LinkStats, Pacer, ReadId, ReadResult, check_read
-from kv_transfer.memory import is_sealed
-from kv_transfer.plan import adjacent, coalesce
 from kv_transfer.pool import Pool
 from kv_transfer.shm import MAX_PACKET_BYTES, PROBE_BYTES, REGISTRY, Ask, HandOut, peer_credentials
-from kv_transfer.syscalls import IOV_MAX, Iovecs, one_iovec, read_process
+from kv_transfer.syscalls import IOV_MAX, one_iovec, read_process
 from pdserve.codec import MalformedError
 from pdserve.errors import TransferError
 from pdserve.messages import LinkOffer, PeerInfo
 
 _ANSWER_TIMEOUT_S = 1.0
-_REASONS = {errno.ESRCH: "peer_gone", errno.EPERM: "permission", errno.ENOSYS: "permission", errno.EFAULT: "short_read"}
-
-
-def _reason(error: OSError) -> str:
-    return _REASONS.get(error.errno or 0, "io_error")
-
-
-class _Copier(Protocol):
-    how: str
-
-    def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> str:
-        """Copy whole blocks into the own pool; the reason for which it did not work, or an empty string."""
-
-
-class _ProcessCopier:
-    how = "process_vm_readv"
-
-    def __init__(self, pool: Pool, *, pid: int, address: int) -> None:
-        self._pool, self._pid, self._address = pool, pid, address
-
-    def _iovecs(self, address: int, blocks: Sequence[int]) -> Iovecs:
-        stretches = np.array(adjacent(blocks), dtype=np.uint64) * np.uint64(self._pool.block_bytes)
-        stretches[:, 0] += np.uint64(address)
-        return stretches
-
-    def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> str:
-        local = self._iovecs(self._pool.memory.address, destinations)
-        try:
-            copied = read_process(self._pid, local, self._iovecs(self._address, sources))
-        except OSError as error:
-            return _reason(error)
-        return "" if copied == len(sources) * self._pool.block_bytes else "short_read"
-
-
-class _MappedCopier:
-    how = "memfd"
-
-    def __init__(self, pool: Pool, *, fd: int, total_blocks: int) -> None:
-        self._pool = pool
-        size = total_blocks * pool.block_bytes
-        if os.fstat(fd).st_size < size or not is_sealed(fd):
-            raise TransferError(f"the peer's pool is not a sealed memfd of {size} bytes", reason="bad_pool")
-        mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        self._bytes = np.frombuffer(mapping, dtype=np.uint8)
-
-    def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> str:
-        size = self._pool.block_bytes
-        for piece in coalesce(sources, destinations):
-            start, end = piece.source * size, (piece.source + piece.count) * size
-            self._pool.bytes_of(piece.destination, piece.count)[:] = self._bytes[start:end]
-        return ""
 
 
 class _Job:
@@ -104,7 +48,7 @@ class ShmReader:
         self,
         pool: Pool,
         *,
-        copier: _Copier,
+        copier: Copier,
         header: HeaderView,
         hand_out: HandOut,
         pidfd: int,
@@ -209,12 +153,12 @@ def open_shm(offer: LinkOffer, peer: PeerInfo, pool: Pool, *, slice_s: float = 0
         if theirs != ours or hand_out.total_blocks < hand_out.num_blocks:
             raise TransferError(f"(blocks, bytes) of the pool are {theirs}, not {ours}", reason="layout")
         header = HeaderView(answer.fds[0], total_blocks=hand_out.total_blocks)
-        copier: _Copier
+        copier: Copier
         if hand_out.has_pool_fd:
-            copier = _MappedCopier(pool, fd=answer.fds[1], total_blocks=hand_out.total_blocks)
+            copier = MappedCopier(pool, fd=answer.fds[1], total_blocks=hand_out.total_blocks)
         else:
             _probe(answer)
-            copier = _ProcessCopier(pool, pid=answer.pid, address=hand_out.address)
+            copier = ProcessCopier(pool, pid=answer.pid, address=hand_out.address)
         pidfd = os.dup(answer.pidfd)
         return ShmReader(pool, copier=copier, header=header, hand_out=hand_out, pidfd=pidfd, slice_s=slice_s)
 
@@ -258,6 +202,6 @@ def _probe(answer: _Answer) -> None:
         copied = read_process(answer.pid, local, remote)
     except OSError as error:
         advice = "is its supervisor named by PR_SET_PTRACER, or is the call filtered?"
-        raise TransferError(f"cannot read process {answer.pid}: {error} ({advice})", reason=_reason(error)) from error
+        raise TransferError(f"cannot read process {answer.pid}: {error} ({advice})", reason=reason_of(error)) from error
     if copied != PROBE_BYTES or found.tobytes() != hand_out.probe:
         raise TransferError(f"process {answer.pid} is not the owner of the pool", reason="pid_namespace")
