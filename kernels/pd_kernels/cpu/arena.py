@@ -15,7 +15,7 @@ from torch import Tensor
 
 _HUGE = 2 << 20
 _LINE = 64
-_SLACK = 16 << 10  # kernels prefetch a little past the end
+_SLACK = 1 << 20  # kernels prefetch a little past the end
 
 
 class Arena:

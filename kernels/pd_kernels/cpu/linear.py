@@ -23,7 +23,7 @@ def pack(library: Library, arena: Arena, weight: Tensor, bias: Tensor | None, fl
     """The fastest linear for `weight` [out_features, in_features]; the caller may drop its copy afterwards."""
     n, k = weight.shape
     if weight.dtype is torch.bfloat16 and library.has_amx and k % DEPTH == 0:
-        packed = arena.empty((-(-n // 64) * 64 * k,), weight.dtype)
+        packed = arena.empty((-(-n // 32) * 32 * k,), weight.dtype)
         source = weight.contiguous()
         library.pack_tiles(source.data_ptr(), packed.data_ptr(), n, k)
         return TileLinear(library, packed, (n, k), bias, float32_out)

@@ -1,5 +1,5 @@
 // AMX tiles: configuration, packing into B tiles, and the one product both linear layers and prefill attention use.
-// B is packed as tiles [16 columns][32 deep] of 1 KiB; tile row i holds the pairs (2i, 2i + 1) of depth for 16 columns.
+// B is packed as tiles of 16 columns and 32 of depth, 1 KiB each; tile row i holds the depths 2i and 2i + 1 of 16 columns.
 // Invariant: whoever configures tiles releases them before returning, so other libraries find them unused.
 #pragma once
 #include "simd.h"
@@ -17,28 +17,25 @@ struct alignas(64) Config {
     uint8_t rows[16] = {};
 };
 
-// Tiles 0-3 accumulate, 4 and 5 hold `first` and `second` rows of A, 6 and 7 hold B.
-// In the 1 x 4 shape (second = 0) all four accumulators belong to the first A tile.
+// Tiles 0-3 accumulate, 4 and 5 hold `first` and `second` rows of A, 6 and 7 hold B. second = 0: only tiles 0, 1 and 4 are used.
 inline void configure(int first, int second) {
     Config config;
     for (int t = 0; t < 8; ++t) config.row_bytes[t] = 64;
-    int upper = second > 0 ? second : first;
+    int lower = second > 0 ? second : 1;
     config.rows[0] = config.rows[1] = config.rows[4] = static_cast<uint8_t>(first);
-    config.rows[2] = config.rows[3] = config.rows[5] = static_cast<uint8_t>(upper);
+    config.rows[2] = config.rows[3] = config.rows[5] = static_cast<uint8_t>(lower);
     config.rows[6] = config.rows[7] = 16;
     _tile_loadconfig(&config);
 }
 inline void release() { _tile_release(); }
 
-inline void prefetch_tile(const bf16* tile) {
-    for (int i = 0; i < 16; ++i) prefetch(tile + i * 32);
-}
-
-// c [first + second rows][32 columns] (+)= a x two panels of B; `stride` is the distance of the panels, in elements.
-inline void multiply_2x2(const bf16* a, int64_t a_row, int64_t first, const bf16* b, int64_t stride, int64_t depth_tiles,
-                         float* c, int64_t c_row, bool accumulate) {
-    const bf16* a1 = a + first * a_row;
-    float* c1 = c + first * c_row;
+// c [16 + up to 16 rows][32 columns] (+)= a x b, where b is a pair of panels of 16 columns whose tiles alternate:
+// [depth / 32][2][512]. `meanwhile(k)` runs once per step of depth, in the shadow of the tile products.
+template <class Meanwhile>
+inline void multiply_2x2(const bf16* a, int64_t a_row, const bf16* b, int64_t depth_tiles, float* c, int64_t c_row, bool accumulate,
+                         const Meanwhile& meanwhile) {
+    const bf16* a1 = a + 16 * a_row;
+    float* c1 = c + 16 * c_row;
     if (accumulate) {
         _tile_loadd(0, c, c_row * 4);
         _tile_loadd(1, c + 16, c_row * 4);
@@ -52,13 +49,14 @@ inline void multiply_2x2(const bf16* a, int64_t a_row, int64_t first, const bf16
     }
     for (int64_t k = 0; k < depth_tiles; ++k) {
         _tile_loadd(4, a + k * 32, a_row * 2);
-        _tile_loadd(6, b + k * TILE, 64);
-        _tile_loadd(7, b + stride + k * TILE, 64);
+        _tile_loadd(6, b + k * 2 * TILE, 64);
+        _tile_loadd(7, b + k * 2 * TILE + TILE, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(5, a1 + k * 32, a_row * 2);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
+        meanwhile(k);
     }
     _tile_stored(0, c, c_row * 4);
     _tile_stored(1, c + 16, c_row * 4);
@@ -66,19 +64,29 @@ inline void multiply_2x2(const bf16* a, int64_t a_row, int64_t first, const bf16
     _tile_stored(3, c1 + 16, c_row * 4);
 }
 
-// One packed tile of columns n0.. and depth k0.. from a row-major matrix [n][k]; what lies outside is zero.
-inline void pack_tile(const bf16* matrix, int64_t row, int64_t n, int64_t k, bf16* tile) {
-    if (n >= 16 && k >= 32) {
-        for (int column = 0; column < 16; ++column) {
-            const char* source = reinterpret_cast<const char*>(matrix + column * row);
-            char* target = reinterpret_cast<char*>(tile) + column * 4;
-            for (int pair = 0; pair < 16; ++pair) std::memcpy(target + pair * 64, source + pair * 4, 4);
-        }
-        return;
+// The same for at most 16 rows.
+template <class Meanwhile>
+inline void multiply_1x2(const bf16* a, int64_t a_row, const bf16* b, int64_t depth_tiles, float* c, int64_t c_row,
+                         const Meanwhile& meanwhile) {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t k = 0; k < depth_tiles; ++k) {
+        _tile_loadd(4, a + k * 32, a_row * 2);
+        _tile_loadd(6, b + k * 2 * TILE, 64);
+        _tile_loadd(7, b + k * 2 * TILE + TILE, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        meanwhile(k);
     }
-    std::memset(tile, 0, 1024);
+    _tile_stored(0, c, c_row * 4);
+    _tile_stored(1, c + 16, c_row * 4);
+}
+
+// One tile from 16 rows of a row-major matrix [n][k]; rows past its end are zero.
+inline void pack_tile(const bf16* matrix, int64_t row, int64_t n, bf16* tile) {
+    if (n < 16) std::memset(tile, 0, TILE * sizeof(bf16));
     for (int64_t column = 0; column < (n < 16 ? n : 16); ++column)
-        for (int64_t d = 0; d < (k < 32 ? k : 32); ++d) tile[d / 2 * 32 + column * 2 + d % 2] = matrix[column * row + d];
+        for (int64_t pair = 0; pair < 16; ++pair) std::memcpy(tile + pair * 32 + column * 2, matrix + column * row + pair * 2, 4);
 }
 
 }  // namespace amx

@@ -17,7 +17,8 @@ constexpr float MASKED = -1e30f;
 
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-// A engine multiplies A [32][depth] by B packed in panels of 16 columns, `stride` elements apart, into c [32][columns].
+// An engine multiplies A [32][depth] by B, packed in pairs of panels of 16 columns, into c [32][columns]; `pair` is the distance
+// of two pairs in elements.
 struct FloatEngine {
     using Operand = float;
     static constexpr int64_t DEPTH = 16;
@@ -39,10 +40,11 @@ struct FloatEngine {
         for (int64_t j = 0; j < padded_n; j += 16)
             for (int64_t t = 0; t < padded; ++t, b += 16) store(b, t < k && j < n ? load(rows[t] + j) : f32x16{});
     }
-    static void multiply(const float* a, int64_t a_row, const float* b, int64_t stride, int64_t depth, float* c, int64_t c_row,
+    static void multiply(const float* a, int64_t a_row, const float* b, int64_t pair, int64_t depth, float* c, int64_t c_row,
                          int64_t columns, bool accumulate) {
-        for (int64_t j = 0; j < columns; j += 32, b += 2 * stride)
-            for (int64_t r = 0; r < TILE_ROWS; r += 8) block(a + r * a_row, a_row, b, b + stride, depth, c + r * c_row + j, c_row, accumulate);
+        for (int64_t j = 0; j < columns; j += 32, b += pair)
+            for (int64_t r = 0; r < TILE_ROWS; r += 8)
+                block(a + r * a_row, a_row, b, b + pair / 2, depth, c + r * c_row + j, c_row, accumulate);
     }
     static void block(const float* a, int64_t a_row, const float* b0, const float* b1, int64_t depth, float* c, int64_t c_row, bool accumulate) {
         f32x16 x[8] = {}, y[8] = {};
@@ -69,26 +71,25 @@ struct AmxEngine {
     static void end() { amx::release(); }
 
     static void pack_columns(const bf16* const* rows, int64_t n, int64_t padded, int64_t depth, int64_t padded_depth, bf16* b) {
-        std::memset(b, 0, 2 * padded * padded_depth);
+        std::memset(b, 0, sizeof(bf16) * padded * padded_depth);
         for (int64_t j = 0; j < n; ++j) {
-            bf16* panel = b + j / 16 * 16 * padded_depth + j % 16 * 2;
-            for (int64_t d = 0; d < depth; d += 2) std::memcpy(panel + d * 16, rows[j] + d, 4);
+            bf16* column = b + j / 32 * 32 * padded_depth + j % 32 / 16 * amx::TILE + j % 16 * 2;
+            for (int64_t d = 0; d < depth; d += 2) std::memcpy(column + d / 32 * 2 * amx::TILE + d % 32 * 16, rows[j] + d, 4);
         }
     }
     static void pack_rows(const bf16* const* rows, int64_t k, int64_t padded, int64_t n, int64_t padded_n, bf16* b) {
-        for (int64_t j = 0; j < padded_n; j += 16)
-            for (int64_t t = 0; t < padded; t += 2, b += 32) {
-                u16x16 zero = {};
+        const u16x16 zero = {};
+        for (int64_t t = 0; t < padded; t += 2)
+            for (int64_t j = 0; j < padded_n; j += 16) {
                 u16x16 even = t < k && j < n ? *reinterpret_cast<const u16x16u*>(rows[t] + j) : zero;
                 u16x16 odd = t + 1 < k && j < n ? *reinterpret_cast<const u16x16u*>(rows[t + 1] + j) : zero;
-                u32x16 pairs = __builtin_convertvector(even, u32x16) | (__builtin_convertvector(odd, u32x16) << 16);
-                std::memcpy(b, &pairs, 64);
+                u32x16 both = __builtin_convertvector(even, u32x16) | (__builtin_convertvector(odd, u32x16) << 16);
+                std::memcpy(b + j / 32 * 32 * padded + t / 32 * 2 * amx::TILE + j % 32 / 16 * amx::TILE + t % 32 * 16, &both, 64);
             }
     }
-    static void multiply(const bf16* a, int64_t a_row, const bf16* b, int64_t stride, int64_t depth, float* c, int64_t c_row,
+    static void multiply(const bf16* a, int64_t a_row, const bf16* b, int64_t pair, int64_t depth, float* c, int64_t c_row,
                          int64_t columns, bool accumulate) {
-        for (int64_t j = 0; j < columns; j += 32, b += 2 * stride)
-            amx::multiply_2x2(a, a_row, 16, b, stride, depth / 32, c + j, c_row, accumulate);
+        for (int64_t j = 0; j < columns; j += 32, b += pair) amx::multiply_2x2(a, a_row, b, depth / 32, c + j, c_row, accumulate, [](int64_t) {});
     }
 };
 #endif
@@ -171,14 +172,14 @@ void attend_item(const T* q, const T* kv, const int32_t* tables, T* out, const A
             int64_t last = item.first_position + (std::min(r0 + TILE_ROWS, rows) - 1) / group;
             if (last < k0) continue;
             int64_t columns = std::min(padded, round_up(last - k0 + 1, 32));
-            E::multiply(scratch.q.data() + r0 * depth, depth, scratch.k.data(), 16 * depth, depth, scratch.scores, KEYS, columns, false);
+            E::multiply(scratch.q.data() + r0 * depth, depth, scratch.k.data(), 32 * depth, depth, scratch.scores, KEYS, columns, false);
             for (int64_t r = 0; r < TILE_ROWS; ++r) {
                 int64_t position = item.first_position + (std::min(r0 + r, rows - 1)) / group;
                 int64_t visible = std::min(count, std::max<int64_t>(0, position - k0 + 1));
                 softmax_row(scratch.scores + r * KEYS, visible, columns, s.scale, scratch.highest[r0 + r], scratch.total[r0 + r],
                             scratch.weights + r * KEYS, scratch.acc.data() + (r0 + r) * width, width);
             }
-            E::multiply(scratch.weights, KEYS, scratch.v.data(), 16 * padded, columns, scratch.acc.data() + r0 * width, width, width, true);
+            E::multiply(scratch.weights, KEYS, scratch.v.data(), 32 * padded, columns, scratch.acc.data() + r0 * width, width, width, true);
         }
     }
     for (int64_t r = 0; r < rows; ++r)
