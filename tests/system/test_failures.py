@@ -117,7 +117,7 @@ def alive(process):
 
 def test_a_termination_lets_open_streams_finish_and_exits_with_0(start):
     server = start()
-    asking = Asking(server, max_tokens=60)
+    asking = Asking(server, max_tokens=400)
     wait_until(lambda: is_decoding(server), "it decodes")
     server.process.send_signal(signal.SIGTERM)
     assert asking.result().status_code == 200
