@@ -1,17 +1,22 @@
 """The bytes of a KV pool: where they come from and whether they fit.
 
 Owns allocation (huge private pages, or a sealed memfd) and the check against the machine's and the cgroup's limits;
-knows no blocks. Invariant: memory handed out is already touched, so no later write can fail, and has no name in
-/dev/shm, so nothing outlives the processes that hold it.
+knows no blocks. Invariant: memory handed out fits what was available, its first part is touched and the rest is being
+touched in the background from low addresses up, and it has no name in /dev/shm, so nothing outlives its holders.
+
+Touching is as fast as the machine: where a hypervisor has to find the pages first, 5 GB can take ten seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +28,12 @@ from pdserve.machine import available_memory_bytes
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 SMALL_PAGE_BYTES = mmap.PAGESIZE
 F_SEAL_FUTURE_WRITE = 0x10  # the owner's mapping stays writable, none made later is
+TOUCHED_AT_ONCE_BYTES = 512 * 1024 * 1024
+_TOUCH_STEP_BYTES = 32 * 1024 * 1024
 _MADV_POPULATE_WRITE = 23
+
+_libc = ctypes.CDLL(None, use_errno=True)  # unlike mmap.madvise, a call through ctypes lets other threads run
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -42,7 +52,7 @@ def _gib(num_bytes: int) -> str:
 
 
 class PoolMemory:
-    """Touched bytes at a fixed address; freed when the last view of `buffer` is gone."""
+    """Bytes at a fixed address; freed when the last view of `buffer` is gone."""
 
     __slots__ = ("address", "buffer", "fd", "page_kind")
 
@@ -50,7 +60,7 @@ class PoolMemory:
         self.buffer = buffer
         self.address: int = buffer.ctypes.data
         self.fd = fd  # of the memfd, None when private
-        self.page_kind = _page_kind(self.address, len(buffer))
+        self.page_kind = _page_kind(self.address, min(len(buffer), TOUCHED_AT_ONCE_BYTES))
 
     @classmethod
     def allocate(cls, num_bytes: int, *, shared: bool) -> PoolMemory:
@@ -67,13 +77,17 @@ class PoolMemory:
             else:
                 mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 offset = -np.frombuffer(mapping, dtype=np.uint8).ctypes.data % HUGE_PAGE_BYTES
-            _touch(mapping, offset, size)
+            _advise(mapping, offset, size)
+            _touch(mapping, offset, min(size, TOUCHED_AT_ONCE_BYTES))
             if fd is not None:
                 seal(fd)
         except OSError as error:
             if fd is not None:
                 os.close(fd)
             raise ConfigError(f"cannot take {_gib(num_bytes)} for the KV pool: {error}") from error
+        if size > TOUCHED_AT_ONCE_BYTES:
+            rest = (mapping, offset + TOUCHED_AT_ONCE_BYTES, size - TOUCHED_AT_ONCE_BYTES)
+            threading.Thread(target=_touch_idly, args=rest, name="touch-pool", daemon=True).start()
         return cls(np.frombuffer(mapping, dtype=np.uint8)[offset : offset + num_bytes], fd)
 
     def close(self) -> None:
@@ -98,19 +112,33 @@ def is_sealed(fd: int) -> bool:
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
 
 
-def _touch(mapping: mmap.mmap, offset: int, size: int) -> None:
+def _advise(mapping: mmap.mmap, offset: int, size: int) -> None:
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
         try:
             mapping.madvise(advice, offset, size)
         except OSError as error:
             if error.errno != errno.EINVAL:  # this kernel or this kind of memory does not know it
                 raise
-    try:
-        mapping.madvise(_MADV_POPULATE_WRITE, offset, size)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # Linux before 5.14
-            raise
-        np.frombuffer(mapping, dtype=np.uint8)[offset : offset + size : SMALL_PAGE_BYTES] = 0
+
+
+def _touch(mapping: mmap.mmap, offset: int, size: int) -> None:
+    """Have every page of the range; its bytes stay as they are."""
+    address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data + offset
+    if _libc.madvise(address, size, _MADV_POPULATE_WRITE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number != errno.EINVAL:  # Linux before 5.14 does not know it
+        raise OSError(number, os.strerror(number))
+    np.frombuffer(mapping, dtype=np.uint8)[offset : offset + size : SMALL_PAGE_BYTES] |= 0
+
+
+def _touch_idly(mapping: mmap.mmap, offset: int, size: int) -> None:
+    """As `_touch`, in small steps of a thread that runs only when nobody else wants the core."""
+    with contextlib.suppress(OSError):  # without the right to lower itself it competes, but it ends soon
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+    for start in range(offset, offset + size, _TOUCH_STEP_BYTES):
+        with contextlib.suppress(OSError):  # memory has run out meanwhile: whoever needs the page will meet that
+            _touch(mapping, start, min(_TOUCH_STEP_BYTES, offset + size - start))
 
 
 def _page_kind(address: int, num_bytes: int) -> str:
