@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.arms import Answer, Ask
 from pd_kernels import select
 from pd_kernels.cpu.arena import Arena
 from pdserve.model.decoder import Decoder
@@ -17,8 +18,6 @@ from pdserve.model.sampling import SampleRow
 from pdserve.model.spec import ModelSpec, read_spec
 from pdserve.model.weights import DTYPES, Weights, load
 from pdserve.request import Sampling
-
-from bench.arms import Answer, Ask
 
 BLOCK_SIZE = 16
 
