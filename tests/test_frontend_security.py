@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from front_kit import Bench, in_loop, model_folder, replies
 
-from coordinator.frontend.config import FrontConfig, is_loopback, read_api_keys
+from coordinator.frontend.config import FrontConfig
 from pdserve.errors import ConfigError
 
 KEY = "sk-secret-one"
@@ -134,7 +134,6 @@ def config(folder, **changes):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
 def test_loopback_needs_no_key(folder, host):
-    assert is_loopback(host)
     config(folder, host=host).check()
 
 
@@ -144,23 +143,6 @@ def test_other_addresses_need_keys_or_the_word_insecure(folder, host):
         config(folder, host=host).check()
     config(folder, host=host, api_keys=(KEY,)).check()
     config(folder, host=host, is_insecure=True).check()
-
-
-def test_keys_are_read_from_the_lines_of_a_file(tmp_path):
-    (tmp_path / "keys").write_text(f"# ours\n{KEY}\n\n  second-key \n")
-    assert read_api_keys(tmp_path / "keys") == (KEY, "second-key")
-
-
-@pytest.mark.parametrize("content", ["", "\n# none\n", "short\n"])
-def test_a_file_without_good_keys_is_refused(tmp_path, content):
-    (tmp_path / "keys").write_text(content)
-    with pytest.raises(ConfigError, match="needs at least one key"):
-        read_api_keys(tmp_path / "keys")
-
-
-def test_a_missing_key_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_api_keys(tmp_path / "keys")
 
 
 @pytest.mark.parametrize(

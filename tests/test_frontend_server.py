@@ -335,3 +335,23 @@ def test_no_new_connection_is_taken_after_the_signal(folder):
 
         wait_for(is_refused)
         assert child.poll() is None
+
+
+def test_a_client_that_stops_reading_is_given_up_and_its_connection_closed(folder):
+    def script(core, submit):
+        def more(first):
+            for position in range(first, first + 500):
+                core.output(submit.ticket, [50], first=position)
+            if not core.abandoned:
+                core.loop.call_later(0.001, more, first + 500)
+
+        more(0)
+
+    with serving(folder, script, client_stall_timeout_s=0.2, max_model_len=10**6) as core:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(core.server._listener.getsockname())
+        sock.sendall(request_bytes(True))
+        wait_for(lambda: core.abandoned)
+        wait_for(lambda: not core.server._server.server_state.connections)
+        sock.close()

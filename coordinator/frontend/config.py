@@ -1,17 +1,15 @@
-"""Everything one front end process is told, resolved once; reads nothing but the key file.
+"""Everything one front end process is told, resolved once; reads nothing.
 
 Owns the configuration's checks, not the flags' spelling. Invariant: a config that passed `check` can be served.
 """
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.errors import ConfigError
-
-MIN_KEY_CHARS = 8
+from pdserve.options import is_loopback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,24 +59,3 @@ class FrontConfig:
         for name in ("max_body_mb", "request_timeout_s", "client_buffer_kb", "client_stall_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be above 0, not {getattr(self, name)}")
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def read_api_keys(path: Path) -> tuple[str, ...]:
-    """One key per line; blank lines and lines that start with `#` are skipped."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read: {type(error).__name__}") from None
-    keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
-    if not keys or min(map(len, keys)) < MIN_KEY_CHARS:
-        raise ConfigError(f"--api-key-file {path} needs at least one key, each of {MIN_KEY_CHARS} characters or more")
-    return keys
