@@ -108,11 +108,13 @@ class Worker:
     def step(self, during=lambda: None, now_s=None):
         self.now_s = self.now_s + 0.01 if now_s is None else now_s
         self.turn_reads()
+        before = [work.request.arrival for work in self.scheduler._book.works.values()]
         plan = self.scheduler.plan(self.now_s)
         self.yielded += plan.yielded
         self.preempted += plan.preempted
-        oldest = min((sample.request.arrival for sample in self.scheduler._book.running), default=-1)
-        assert all(self.arrival(name) > oldest for name, _ in plan.preempted), "the oldest yielded"
+        oldest = min([sample.request.arrival for sample in self.scheduler._book.running] + before, default=-1)
+        ran = [name for name, sample in plan.preempted if sample != COMMON]
+        assert all(self.arrival(name) > oldest for name in ran), "the oldest yielded"
         for landing in plan.landings:
             self.read(landing)
         rows = {
