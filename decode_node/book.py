@@ -19,6 +19,7 @@ from pdserve.messages import Key
 from pdserve.prefix import block_digests, extend
 from pdserve.waiting import Waiting
 
+MAX_PAST = 4096  # keys that are over, so that a late command does not bring them back
 MAX_ENDED = 256  # samples whose cached output a late stop string may still shorten
 
 
@@ -38,6 +39,7 @@ class Book:
         self._copies: list[tuple[str, Hashable]] = []  # holders of the sources of copies, until they are done
         self._reads: set[Key] = set()  # landings that are gone while a read may still write
         self._leaving: dict[Key, None] = {}
+        self._past: OrderedDict[Key, None] = OrderedDict()
         self._ended: OrderedDict[tuple[Key, int], tuple[int, int, list[bytes]]] = OrderedDict()
 
     def arrive(self, spec: DecodeRequest, common: Common) -> Request:
@@ -202,7 +204,9 @@ class Book:
     def remove(self, request: Request) -> None:
         """The request is over, in whatever state; nothing more of it is cached."""
         del self.requests[request.key]
-        self._leaving[request.key] = None
+        self._leaving[request.key] = self._past[request.key] = None
+        if len(self._past) > MAX_PAST:
+            self._past.popitem(last=False)
         if request.common is Common.LANDING:
             if self.pool.drain(request.key):
                 self._reads.add(request.key)
@@ -266,6 +270,7 @@ class Book:
         for key in list(self._reads):
             self.read_is_over(key)
         self._leaving.clear()
+        self._past.clear()
         self._ended.clear()
 
     # cache
@@ -282,6 +287,10 @@ class Book:
             self.pool.forget(digest)
 
     # leaving
+
+    def is_past(self, key: Key) -> bool:
+        """It was here and is over: an attempt never comes back."""
+        return key in self._past or self.pool.is_draining(key)
 
     def is_gone(self, key: Key) -> bool:
         if key in self.requests or self.pool.is_draining(key):

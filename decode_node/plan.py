@@ -75,7 +75,6 @@ class DecodePlan:
     copies: tuple[tuple[int, int], ...]  # (source block, destination block)
     decodes: tuple[Sample, ...]  # each: its last token at position len(tokens) - 1, drawing the one after
     chunks: tuple[Chunk, ...]
-    landings: tuple[LandingPlan, ...]  # of requests that stood in line: read them
     yielded: tuple[Key, ...]  # landings given up: stop the read, call quiescent(key), report Failure(yielded)
     preempted: tuple[tuple[Key, int], ...]  # (key, sample or COMMON): will be computed again here; for counting
 

@@ -29,7 +29,7 @@ class State(Enum):
 class Common(Enum):
     """Of the blocks that pending and ready samples share."""
 
-    ASKING = auto()  # no blocks yet: a landing that found no room
+    ASKING = auto()  # no blocks yet: a landing that has found no room
     LANDING = auto()  # being read
     QUEUED = auto()  # no blocks yet: to be prefilled here
     PREFILLING = auto()

@@ -6,8 +6,8 @@ Invariant: a step decodes every running sample that has a place for its next tok
 The node drives it so:
 
     fits_ever(request)               on Land: False is Failure(refused)
-    reserve_landing(request)         on Land with an owner: read into the plan's blocks. None: no room yet, the plan
-                                     comes in `landings` of a later step
+    reserve_landing(request)         on Land with an owner: read into the plan's blocks. None: no room yet, ask again
+                                     after each step, until it lands or `take_gone` names it
     landing_done(key)                the last read is validated; at once if there is nothing to read
     landing_failed(key)              all reads have ended and the KV is void; report Failure, the request is forgotten
     add(request)                     on Land without an owner: prefill here. False: never
@@ -16,8 +16,8 @@ The node drives it so:
     quiescent(key)                   no read into blocks of a dropped, failed or yielded landing is outstanding
 
     plan = plan(now_s)               while has_work(). Do plan.copies in order, then run plan.decodes and plan.chunks as
-                                     one step; start reading plan.landings; for each of plan.yielded stop the read,
-                                     report it, and call quiescent(key) when it has stopped
+                                     one step; for each of plan.yielded stop the read, report it, and call
+                                     quiescent(key) when it has stopped
     completed(plan)                  after the step completed on the device, before its tokens are told
     token_sampled(key, sample, position, token)     for each decode, and each sample in `draw` of a chunk
     take_gone()                      keys of which nothing is held, landing or draining any more: send Released
@@ -27,8 +27,6 @@ An empty plan need not run, but `completed` must be called for it too.
 """
 
 from __future__ import annotations
-
-from collections import deque
 
 from decode_node.book import Book
 from decode_node.chunks import Chunks
@@ -49,7 +47,6 @@ class DecodeScheduler:
         self._book = Book(pool, config.max_overtakes)
         self._room = Room(self._book, config, self.forecast)
         self._chunks = Chunks(self._book, self._room, config)
-        self._asking: deque[Request] = deque()
         self._num_cached_tokens = 0
         self.num_preemptions = 0
 
@@ -62,46 +59,28 @@ class DecodeScheduler:
     def reserve_landing(self, request: DecodeRequest) -> LandingPlan | None:
         """Pin the leading blocks that are cached here and take the rest to read into.
 
-        None: no room yet. The request stands in line and its plan comes in `landings` of a later step.
+        None: no room yet, ask again after the next step. Who asked first is served first, and nobody before what was
+        preempted here is back. Asking again for a landing under way gives its plan again.
         """
-        key = request.key
-        known = self._book.requests.get(key)
-        if known is not None:
-            return self._landing_plan(known) if known.common is Common.LANDING else None
-        if self.pool.is_draining(key) or not self.fits_ever(request):
-            return None
-        asking = self._book.arrive(request, Common.ASKING)
-        is_first = not any(other.common is Common.ASKING for other in self._asking)
-        if is_first and self._take_landing(asking):
-            return self._landing_plan(asking)
-        self._asking.append(asking)
-        return None
+        known = self._book.requests.get(request.key)
+        if known is None:
+            if self._book.is_past(request.key) or not self.fits_ever(request):
+                return None
+            known = self._book.arrive(request, Common.ASKING)
+        if known.common is Common.ASKING:
+            asking = (other for other in self._book.requests.values() if other.common is Common.ASKING)
+            if next(asking) is known and not self._book.preempted and self._may_land(known):
+                self._take_landing(known)
+        return self._landing_plan(known) if known.common is Common.LANDING else None
 
-    def _land(self) -> list[LandingPlan]:
-        """Those in line, in order of arrival, up to the first that finds no room."""
-        plans = []
-        while self._asking:
-            landing = self._asking[0]
-            if landing.common is Common.ASKING:  # not dropped meanwhile
-                if not self._take_landing(landing):
-                    break
-                plans.append(self._landing_plan(landing))
-            self._asking.popleft()
-        return plans
-
-    def _take_landing(self, landing: Request) -> bool:
-        """Not before everything that was preempted here is back."""
-        if self._book.preempted or not self._may_land(landing):
-            return False
+    def _take_landing(self, landing: Request) -> None:
         spec = landing.spec
         num_blocks = self._room.landing_blocks(spec)
         cached = self.pool.admit(spec.key, landing.digests, spec.tokens, num_blocks, landing=True)
-        if cached is None:
-            return False
-        landing.common = Common.LANDING
-        landing.num_cached = cached * self.pool.block_size
-        self._num_cached_tokens += landing.num_cached
-        return True
+        if cached is not None:
+            landing.common = Common.LANDING
+            landing.num_cached = cached * self.pool.block_size
+            self._num_cached_tokens += landing.num_cached
 
     def _may_land(self, landing: Request) -> bool:
         counts, spec = self.pool.counts(), landing.spec
@@ -137,8 +116,8 @@ class DecodeScheduler:
         self._book.read_is_over(key)
 
     def add(self, request: DecodeRequest) -> bool:
-        """Queue a request to be prefilled here. False: it can never fit. A known key is ignored."""
-        if request.key in self._book.requests or self.pool.is_draining(request.key):
+        """Queue a request to be prefilled here. False: it can never fit. A key known here, or over, is ignored."""
+        if request.key in self._book.requests or self._book.is_past(request.key):
             return True
         if not self.fits_ever(request):
             return False
@@ -201,7 +180,6 @@ class DecodeScheduler:
 
     def reset(self) -> None:
         """Drop everything, the cache included. Only between steps and with no read outstanding."""
-        self._asking.clear()
         self._book.reset()
         self.pool.evict_all()
 
@@ -221,13 +199,11 @@ class DecodeScheduler:
                 decodes.append(sample)
         decodes = [sample for sample in decodes if sample.state is State.RUNNING]
         chunks = self._chunks.plan(self._config.max_batched_tokens - len(decodes))
-        landings = [] if self._room.yielded else self._land()
         self.num_preemptions += len(self._room.preempted)
         return DecodePlan(
             copies=tuple(book.begin_step()),
             decodes=tuple(decodes),
             chunks=tuple(chunks),
-            landings=tuple(landings),
             yielded=tuple(self._room.yielded),
             preempted=tuple(self._room.preempted),
         )
@@ -287,7 +263,7 @@ class DecodeScheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._book.ready) + len(self._book.preempted) + len(self._book.local) + len(self._asking)
+        return len(self._book.ready) + len(self._book.preempted) + len(self._book.local)
 
     def has_work(self) -> bool:
         """Whether a plan would have anything to look at."""
