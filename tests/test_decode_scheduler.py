@@ -595,6 +595,17 @@ def test_a_stop_string_found_after_the_sample_ended_by_itself_still_shortens_wha
     assert cached_prefix(worker, finished_output(worker, spec)) == 48
 
 
+def test_overrun_that_a_preemption_had_cached_is_forgotten():
+    worker = Worker()
+    spec = request("r", 40, max_tokens=100)
+    worker.land(spec)
+    for _ in range(60):
+        worker.step()
+    worker.scheduler._book.preempt_sample(worker.scheduler._book.running[0])
+    worker.scheduler.drop_sample(key("r"), 0, 30)
+    assert cached_prefix(worker, finished_output(worker, spec)) == 64
+
+
 def test_a_dropped_request_leaves_its_prompt_in_the_cache_and_none_of_its_output():
     worker = Worker()
     spec = request("r", 40, max_tokens=100)
