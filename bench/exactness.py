@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from bench.arms import Ask, HttpArm, tokens_of
 from bench.forced import forced_places, free_branches, rival_difference
 from bench.inprocess import BLOCK_SIZE, Engine, InProcessArm
@@ -29,6 +31,7 @@ from pdserve.model.store import resolve, served_name
 from pdserve.terminal import Progress
 
 NUM_NEW = 48
+NUM_DRAWN, NUM_DRAWN_NEW = 8, 24  # prompts and tokens of seeded sampling, half of the prompts with top_p
 GROUP = 50  # requests at the same time
 LIMIT_S = 57 * 60.0  # no part starts later
 EDGES = (1, 2, 3, 7, 8, 31, 32, 63, 64, 125)  # blocks, with one token less and one more
@@ -62,21 +65,29 @@ class Sizes:
     num_subset: int  # prompts on the other roads
     num_forced: int
     num_tiny: int  # prompts per family
-    num_drawn: int  # prompts of seeded sampling, half of them with top_p
+    num_alone: int  # of the NUM_DRAWN prompts of seeded sampling, sent one by one too
 
 
 def sizes(is_quick: bool) -> Sizes:
     if is_quick:
         lengths = (1, 2, 15, 16, 17, 33, 48, 100, 255, 512)
-        return Sizes(lengths=lengths, num_subset=4, num_forced=2, num_tiny=4, num_drawn=8)
+        return Sizes(lengths=lengths, num_subset=4, num_forced=2, num_tiny=4, num_alone=2)
     edges = (BLOCK_SIZE * blocks + off for blocks in EDGES for off in (-1, 0, 1))
-    return Sizes(lengths=(*range(1, 101), *edges), num_subset=30, num_forced=20, num_tiny=20, num_drawn=8)
+    return Sizes(lengths=(*range(1, 101), *edges), num_subset=30, num_forced=20, num_tiny=20, num_alone=NUM_DRAWN)
 
 
 def spread(items: Sequence[Reference], count: int) -> list[Reference]:
     """`count` of them, evenly over the lengths, the longest included."""
     ordered = sorted(items, key=lambda each: len(each.prompt))
     return [ordered[-1 - index * len(ordered) // count] for index in range(min(count, len(ordered)))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Seeded sampling: questions, and what one process alone answers."""
+
+    asks: tuple[Ask, ...]
+    wanted: tuple[tuple[int, ...], ...]
 
 
 class Bench:
@@ -138,45 +149,42 @@ class Bench:
             at_most(f"{label}: modes other than {road.mode}", len(modes - {road.mode}), 0, ""),
         ]
 
-    def draw(self, arm: HttpArm, label: str, asks: Sequence[Ask], wanted: Sequence[Sequence[int]]) -> None:
+    def draw(self, arm: HttpArm, label: str, drawn: Drawn, num_alone: int) -> None:
         """Seeded sampling: one by one and all at once, against the engine alone."""
-        alone = [tokens for ask in asks for tokens in tokens_of(arm.complete([replace(ask, salt=f"{self.salt}1")]))]
-        batch = tokens_of(arm.complete([replace(ask, salt=f"{self.salt}8") for ask in asks]))
+        self.say(f"{label}: seeded sampling")
+        single = [replace(ask, salt=f"{self.salt}1") for ask in drawn.asks[:num_alone]]
+        alone = [tokens for ask in single for tokens in tokens_of(arm.complete([ask]))]
+        batch = tokens_of(arm.complete([replace(ask, salt=f"{self.salt}8") for ask in drawn.asks]))
         for word, texts in (("alone", alone), ("in a batch", batch)):
-            wrong = sum(tuple(text) != tuple(other) for text, other in zip(texts, wanted, strict=True))
+            wrong = sum(text != other for text, other in zip(texts, drawn.wanted, strict=False))
             self.report.checks.append(at_most(f"{label}: seeded sampling {word}, mismatches", wrong, 0, ""))
 
 
-def drawn_asks(prompts: Sequence[Sequence[int]]) -> list[Ask]:
-    """Temperature 1, a seed each; every second one with top_p 0.9."""
-    return [
-        Ask(prompt=prompt, num_new=NUM_NEW, temperature=1.0, top_p=0.9 if index % 2 else 1.0, seed=1000 + index)
+def seeded(directory: Path, prompts: Sequence[Sequence[int]]) -> Drawn:
+    """Temperature 1, a seed each, every second one with top_p 0.9; by the engine in this process, one at a time."""
+    asks = [
+        Ask(prompt=prompt, num_new=NUM_DRAWN_NEW, temperature=1.0, top_p=0.9 if index % 2 else 1.0, seed=1000 + index)
         for index, prompt in enumerate(prompts)
     ]
-
-
-def drawn_alone(directory: Path, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
-    """By the engine in this process, one at a time."""
-    engine = Engine(directory, dtype="float32", num_blocks=2 + max(len(ask.prompt) + NUM_NEW for ask in asks))
-    arm = InProcessArm(engine)
-    return [arm.complete([ask])[0].tokens for ask in asks]
+    arm = InProcessArm(Engine(directory, dtype="float32", num_blocks=256))
+    return Drawn(asks=tuple(asks), wanted=tuple(arm.complete([ask])[0].tokens for ask in asks))
 
 
 def main_model(bench: Bench, size: Sizes) -> None:
     """Every road in float32, then bfloat16 by forced tokens."""
     directory = resolve(bench.options.model)
     stream = token_stream(load_tokenizer(directory).encode, bench.options.seed)
-    *prompts, last = cut(stream, [*size.lengths, 64 * size.num_drawn])
-    drawn = drawn_asks([last[64 * index : 64 * index + 5 * index + 3] for index in range(size.num_drawn)])
+    asked = cut(stream, [*size.lengths, *(3 + 10 * index for index in range(NUM_DRAWN))])
+    prompts, unread = asked[: len(size.lengths)], asked[len(size.lengths) :]
     known = references(directory, prompts, NUM_NEW, say=bench.say)
     bench.say("seeded sampling, alone in one process")
-    wanted = drawn_alone(directory, drawn)
+    drawn = seeded(directory, unread)
     for road in (MAIN, *ROADS):
         if bench.options.base_url is not None and road is not MAIN:
             break
         with bench.part(road.name), bench.arm(road, directory) as arm:
             bench.compare(arm, road, known if road is MAIN else spread(known, size.num_subset), road.name)
-            bench.draw(arm, road.name, drawn, wanted)
+            bench.draw(arm, road.name, drawn, size.num_alone)
     if bench.options.base_url is None:
         with bench.part("bfloat16"):
             forced(bench, directory, spread([each for each in known if len(each.prompt) <= 512], size.num_forced))
@@ -224,6 +232,7 @@ def tiny_models(bench: Bench, size: Sizes) -> None:
 def main(options: BenchOptions) -> int:
     """Runs it all; the exit status."""
     size = sizes(options.is_quick)
+    torch.set_num_threads(1)
     with Progress() as say:
         bench = Bench(options, say)
         main_model(bench, size)

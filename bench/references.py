@@ -10,18 +10,23 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pdserve.config import cache_folder
+from pdserve.config import cache_folder, child_environment
+from pdserve.errors import PDServeError
+from pdserve.machine import allowed_cores
 from pdserve.model.spec import read_spec
 
 NUM_TOP = 20  # of the likeliest tokens whose log-probabilities are kept
 FORMAT = 1  # of the cached files
-NUM_THREADS = 2
+FEWEST = 4  # prompts that are worth a process of their own
 
 Say = Callable[[str], None]
 
@@ -45,14 +50,48 @@ def references(
     folder.mkdir(parents=True, exist_ok=True)
     identity = (read_spec(directory).fingerprint, num_new, _versions())
     paths = [folder / f"{_digest(identity, prompt)}.json" for prompt in prompts]
-    missing = [index for index, path in enumerate(paths) if not path.is_file()]
-    if missing:
-        generate = _Generator(directory, num_new)
-        for done, index in enumerate(missing):
-            say(f"references from transformers: {done} of {len(missing)}")
-            _write(paths[index], generate(prompts[index]))
-        generate.close()
+    missing = [(path, prompt) for path, prompt in zip(paths, prompts, strict=True) if not path.is_file()]
+    num_processes = min(len(allowed_cores()), len(missing) // FEWEST)
+    if num_processes > 1:
+        _generate_apart(directory, num_new, missing, num_processes, say)
+    elif missing:
+        _generate_here(directory, num_new, missing, say)
     return [_read(path) for path in paths]
+
+
+Missing = Sequence[tuple[Path, Sequence[int]]]
+
+
+def _generate_here(directory: Path, num_new: int, missing: Missing, say: Say) -> None:
+    generate = _Generator(directory, num_new)
+    for done, (path, prompt) in enumerate(missing):
+        say(f"references from transformers: {done} of {len(missing)}")
+        _write(path, generate(prompt))
+    generate.close()
+
+
+def _generate_apart(directory: Path, num_new: int, missing: Missing, num_processes: int, say: Say) -> None:
+    """One thread in each of several processes: threads of one product would wait for each other at every layer."""
+    command = [sys.executable, "-m", "bench.references", str(directory), str(num_new)]
+    children = []
+    for index in range(num_processes):
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, env=child_environment(1))
+        assert child.stdin is not None
+        with child.stdin:
+            share = [(str(path), list(prompt)) for path, prompt in missing[index::num_processes]]
+            child.stdin.write(json.dumps(share).encode())
+        children.append(child)
+    try:
+        while any(child.poll() is None for child in children):
+            done = sum(path.is_file() for path, _ in missing)
+            say(f"references from transformers: {done} of {len(missing)}")
+            time.sleep(0.2)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    if any(child.returncode for child in children):
+        raise PDServeError("the references could not be made; transformers said why above")
 
 
 class _Generator:
@@ -66,7 +105,7 @@ class _Generator:
         transformers.logging.disable_progress_bar()
         self._torch: Any = torch
         self._threads = torch.get_num_threads()
-        torch.set_num_threads(min(NUM_THREADS, len(os.sched_getaffinity(0))))
+        torch.set_num_threads(1)
         self._num_new = num_new
         self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self._model.generation_config.eos_token_id = None
@@ -126,3 +165,13 @@ def _read(path: Path) -> Reference:
         top_ids=tuple(map(tuple, fields["top_ids"])),
         top_logprobs=tuple(map(tuple, fields["top_logprobs"])),
     )
+
+
+def main() -> None:
+    """A process of `_generate_apart`: arguments FOLDER NUM_NEW, and pairs of (path, prompt) as JSON on stdin."""
+    share = [(Path(path), prompt) for path, prompt in json.load(sys.stdin)]
+    _generate_here(Path(sys.argv[1]), int(sys.argv[2]), share, lambda text: None)
+
+
+if __name__ == "__main__":
+    main()

@@ -191,7 +191,9 @@ class Core:
             return self._machine.metrics_text()
         if what == "requests":
             return json.dumps(self._machine.snapshot_requests())
-        return json.dumps({**self._machine.snapshot_pools(), "control": self.control_endpoint})
+        pools = self._machine.snapshot_pools()
+        pools["control"] = self.control_endpoint
+        return json.dumps({**pools, "max_request_tokens": self._machine.max_request_tokens})
 
     def _bind_control(self) -> str:
         """The TCP address for workers started by hand: the same port again after a restart of this process."""
@@ -217,6 +219,7 @@ def limits_of(config: CoreConfig) -> Limits:
         max_attempts=core.max_attempts,
         landing_share=config.landing_share,
         max_batched_tokens=config.max_batched_tokens,
+        chunk_tokens=config.chunk_tokens,
         local_prefill_tokens=core.local_prefill_tokens,
         disaggregate=core.disaggregate,  # type: ignore[arg-type]
         on_empty_pool=core.on_empty_pool,  # type: ignore[arg-type]

@@ -105,6 +105,12 @@ class Machine:
     def snapshot_pools(self) -> dict[str, Any]:
         return views.pools(self._world)
 
+    @property
+    def max_request_tokens(self) -> int:
+        """Prompt and output of the longest request that could be served now; 0: not known yet."""
+        limits = [n for n in (self._world.limits.max_model_len, self._world.workers.max_model_len) if n]
+        return min(limits, default=0)
+
     def snapshot_requests(self) -> list[dict[str, Any]]:
         return views.requests(self._world)
 

@@ -279,6 +279,7 @@ class Supervisor:
             is_colocated=config.is_colocated,
             max_model_len=self._prepared.max_model_len,
             landing_share=config.engine.landing_share,
+            chunk_tokens=config.engine.chunk_tokens,
             max_batched_tokens=config.engine.max_batched_tokens,
             model_dir=str(self._prepared.model_dir),
             endpoint=self._endpoint,
@@ -298,6 +299,7 @@ class Supervisor:
             max_model_len=prepared.max_model_len,
             dtype=prepared.config.engine.dtype,
             listen_fd=prepared.http.fileno(),
+            seed=(prepared.config.core.seed or 0) + int(name.rpartition("-")[2]),
             drain_s=DRAIN_DEADLINE_S,
         )
         return spawn("frontend", to_plain(front), pass_fds=[prepared.http.fileno()])

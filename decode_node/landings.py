@@ -7,7 +7,7 @@ request. Invariant: each landing begun ends in exactly one `Outcome`, or is aban
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +54,7 @@ class Landings:
         self._landings: dict[Key, Landing] = {}
         self._waiting: dict[Key, list[BlockRead]] = {}  # reads that wait for a link
         self._early: dict[Key, tuple[float, list[Published]]] = {}
+        self._dropped: OrderedDict[Key, None] = OrderedDict()  # of late: whoever still publishes is told so
         self._started: list[Key] = []
         self._quiescent: list[Key] = []
         self._unwanted: set[Key] = set()  # abandoned by the node: no outcome, only quiescence
@@ -106,6 +107,9 @@ class Landings:
     def abandon(self, key: Key) -> None:
         """The node wants it no more: no outcome follows; `take_quiescent` names it once its blocks are safe."""
         self._early.pop(key, None)
+        self._dropped[key] = None
+        if len(self._dropped) > EARLY_AT_MOST:
+            self._dropped.popitem(last=False)
         landing = self._landings.get(key)
         if landing is not None:
             self._unwanted.add(key)
@@ -117,7 +121,7 @@ class Landings:
         for owner in self._owners.values():
             for message in owner.link.receive():
                 if isinstance(message, Published):
-                    self._hear(message, now_s)
+                    self._hear(owner, message, now_s)
         self._start_waiting(now_s)
         self._move(budget_s)
         for landing in self._landings.values():
@@ -169,10 +173,12 @@ class Landings:
 
     # inside
 
-    def _hear(self, published: Published, now_s: float) -> None:
+    def _hear(self, owner: _Owner, published: Published, now_s: float) -> None:
         landing = self._landings.get(published.key)
         if landing is not None:
             self._published(landing, published)
+        elif published.key in self._dropped:
+            owner.link.send(ReleaseLease(key=published.key))
         elif published.key in self._early:
             self._early[published.key][1].append(published)
         elif len(self._early) < EARLY_AT_MOST:

@@ -85,7 +85,11 @@ class CoreOptions:
     local_prefill_tokens: int = flag(64, "auto: uncached prompts below this stay on the decode worker", low=0)
     on_empty_pool: str = flag("fail", "no worker left in a pool", choices=("fail", "queue", "local"), limit="503")
     on_kv_error: str = flag("retry", "KV that cannot be read", choices=("retry", "fail"), limit="placed again")
-    router: str = flag("prefix_aware", "how workers are chosen", choices=("prefix_aware", "least_load", "round_robin"))
+    router: str = flag(
+        "prefix_aware",
+        "how workers are chosen",
+        choices=("prefix_aware", "least_load", "power_of_two", "round_robin"),
+    )
     max_queued_requests: int = flag(256, "requests that wait for a worker", low=1, limit="429 + Retry-After")
     max_queued_tokens: int = flag(262144, "prompt tokens that wait for a worker", low=1, limit="429 + Retry-After")
     max_attempts: int = flag(3, "placements of one request", low=1, high=100, limit="failed with the reason")
@@ -165,6 +169,7 @@ class CoreConfig:
     is_colocated: bool
     max_model_len: int
     landing_share: float
+    chunk_tokens: int
     max_batched_tokens: int
     model_dir: str  # for the tokenizer: stop strings of a first token
     endpoint: str  # ZeroMQ endpoint to bind for everybody on this machine; `core.control` is bound beside it
@@ -184,6 +189,7 @@ class FrontConfig:
     max_model_len: int
     dtype: str
     listen_fd: int  # bound and listening, shared by all front ends
+    seed: int  # of the seeds drawn for requests that name none
     drain_s: float  # how long open streams may go on after SIGTERM
 
 

@@ -127,12 +127,9 @@ class PrefillNode:
         return self._scheduler.leased()
 
     def counts(self) -> Counts:
-        counts = self._blocks.counts()
         if not self._unreleased:
             self._scheduler.check()
-        return Counts(
-            free=counts.free, cached=counts.cached, held=counts.held, landing=counts.landing, draining=counts.draining
-        )
+        return self._blocks.counts()
 
     def num_running(self) -> int:
         return self._scheduler.num_running

@@ -46,5 +46,6 @@ def front_config(told: shared.FrontConfig) -> FrontConfig:
         client_buffer_kb=http.client_buffer_kb,
         client_stall_timeout_s=http.client_stall_timeout_s,
         shutdown_timeout_s=told.drain_s,
+        seed=told.seed,
         does_log_prompts=http.log_prompts,
     )

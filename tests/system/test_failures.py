@@ -37,14 +37,15 @@ class Asking(threading.Thread):
         return self.answer
 
 
-def is_decoding(server):
-    return any(each["state"] == "decode" for each in server.admin("GET", "/admin/requests").json()["requests"])
+def decoding(server):
+    requests = server.admin("GET", "/admin/requests").json()["requests"]
+    return [each for each in requests if each["state"] == "decode"]
 
 
 def test_a_prefill_worker_that_is_killed_is_replaced_and_nothing_fails(start, reference):
     server = start()
     asking = Asking(server, max_tokens=300)
-    wait_until(lambda: is_decoding(server), "it decodes")
+    wait_until(lambda: decoding(server), "it decodes")
     os.kill(server.pid("prefill-0"), signal.SIGKILL)
     assert asking.result().json()["choices"][0]["token_ids"] == reference
     wait_until(lambda: server.client.get("/ready").status_code == 200, "ready again")
@@ -55,8 +56,7 @@ def test_a_prefill_worker_that_is_killed_is_replaced_and_nothing_fails(start, re
 def test_a_stream_goes_on_when_its_decode_worker_dies_and_another_is_there(start, reference):
     server = start("--decode", "2")
     asking = Asking(server, max_tokens=300)
-    wait_until(lambda: is_decoding(server), "it decodes")
-    [request] = server.admin("GET", "/admin/requests").json()["requests"]
+    [request] = wait_until(lambda: decoding(server), "it decodes")
     os.kill(server.pid(request["decode_worker"]), signal.SIGKILL)
     assert asking.result().json()["choices"][0]["token_ids"] == reference
     server.expect_clean()
@@ -91,7 +91,7 @@ def test_when_the_core_dies_alone_workers_stay_and_serve_again(start):
     server = start()
     pids = server.pools()["processes"]
     asking = Asking(server, max_tokens=400)
-    wait_until(lambda: is_decoding(server), "it decodes")
+    wait_until(lambda: decoding(server), "it decodes")
     os.kill(pids["core"], signal.SIGKILL)
     assert asking.result().status_code in (500, 503)
     wait_until(lambda: server.client.get("/ready").status_code == 200, "ready again")
@@ -118,7 +118,7 @@ def alive(process):
 def test_a_termination_lets_open_streams_finish_and_exits_with_0(start):
     server = start()
     asking = Asking(server, max_tokens=400)
-    wait_until(lambda: is_decoding(server), "it decodes")
+    wait_until(lambda: decoding(server), "it decodes")
     server.process.send_signal(signal.SIGTERM)
     assert asking.result().status_code == 200
     assert server.process.wait(30) == 0
