@@ -80,7 +80,8 @@ class DecodePlan:
 
     @property
     def is_empty(self) -> bool:
-        return not self.decodes and not self.chunks
+        """Nothing to do. A sample that joined and then found no block to decode into leaves a copy and no decode."""
+        return not self.copies and not self.decodes and not self.chunks
 
     @property
     def num_tokens(self) -> int:
