@@ -67,7 +67,7 @@ def prepare(config: ServeConfig, *, has_workers: bool, say: Callable[[str], None
         model_dir = resolve(config.engine.model, cache_dir=cache_folder() / "models", say=say)
         spec = read_spec(model_dir)
         num_workers = config.pools.prefill + config.pools.decode
-        devices = plan_devices(config.pools, allowed_cores(), count_gpus())
+        devices = plan_devices(config.pools, allowed_cores(), _usable_gpus(config, say))
         first = devices.devices[0].name
         layout = spec.kv_layout(dtype=config.engine.dtype, block_size=config.engine.block_size_on(first))
         kv_blocks = 0
@@ -90,6 +90,15 @@ def prepare(config: ServeConfig, *, has_workers: bool, say: Callable[[str], None
         http.close()
         admin.close()
         raise
+
+
+def _usable_gpus(config: ServeConfig, say: Callable[[str], None]) -> int:
+    """GPUs are used only where --devices names them: their pools cannot be exported yet, and workers say so."""
+    num_gpus = count_gpus()
+    if num_gpus and config.pools.devices is None:
+        say(f"{num_gpus} GPUs are here, but KV cannot move between GPU pools yet: serving on CPU cores")
+        return 0
+    return num_gpus
 
 
 def longest(asked: int | None, spec: ModelSpec, layout: KVLayout, kv_blocks: int) -> int:

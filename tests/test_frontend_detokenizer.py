@@ -78,7 +78,7 @@ def test_byte_level_deltas_add_up_to_the_decoding_of_all_ids(ids):
     assert "".join(deltas(BYTE_TABLE, ids)) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)
 
 
-@given(st.text(max_size=30))
+@given(st.text(max_size=30).map(lambda text: text.replace("\u2581", " ")))  # how the pieces spell a space
 def test_byte_fallback_deltas_add_up_to_the_decoding_of_all_ids(text):
     ids = PIECES.encode(text).ids
     assert "".join(deltas(PIECE_TABLE, ids)) == PIECES.decode(ids, skip_special_tokens=True) == text
