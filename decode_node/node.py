@@ -91,6 +91,7 @@ class DecodeNode:
         self._has_started: set[Key] = set()
         self._has_stepped: set[Key] = set()
         self._steps = StepTimes()
+        self._is_proved = False  # `check` has run since the last request was here
 
     # Life
 
@@ -146,8 +147,9 @@ class DecodeNode:
         return ()
 
     def counts(self) -> Counts:
-        if not self._known:
+        if not self._known and not self._is_proved:
             self._scheduler.check()
+        self._is_proved = not self._known
         return self._blocks.counts()
 
     def num_running(self) -> int:
@@ -239,6 +241,7 @@ class DecodeNode:
 
     def _gone(self, key: Key) -> None:
         """Nothing is held any more; the answer to a `Drop` even of a key never heard of."""
+        self._asking.pop(key, None)  # one that ended before it found room
         for each in (self._known, self._has_landed, self._has_started, self._has_stepped):
             each.discard(key)
         self._control.send(Released(key=key))

@@ -85,6 +85,7 @@ class PrefillNode:
         self._jobs: dict[Key, _Job] = {}
         self._unreleased: set[Key] = set()  # known here and not yet reported as gone
         self._steps = StepTimes()
+        self._is_proved = False  # `check` has run since the last request was here
 
     # Life
 
@@ -127,8 +128,9 @@ class PrefillNode:
         return self._scheduler.leased()
 
     def counts(self) -> Counts:
-        if not self._unreleased:
+        if not self._unreleased and not self._is_proved:
             self._scheduler.check()
+        self._is_proved = not self._unreleased
         return self._blocks.counts()
 
     def num_running(self) -> int:
