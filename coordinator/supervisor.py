@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -23,14 +22,12 @@ from typing import Any
 import uvicorn
 
 from coordinator.admin import create_app
+from coordinator.children import Children, description
 from coordinator.corelink import AsyncCoreLink
-from coordinator.fleet import Ended, Fleet, Process
+from coordinator.fleet import Ended, Fleet
 from coordinator.prepare import Prepared, prepare
-from pdserve import __version__
-from pdserve.child import spawn
-from pdserve.config import ROLES, CoreConfig, FrontConfig, ServeConfig, WorkerConfig, runtime_folder
+from pdserve.config import ROLES, ServeConfig, runtime_folder
 from pdserve.errors import ConfigError
-from pdserve.machine import least_used
 from pdserve.messages import (
     DrainWorker,
     Probe,
@@ -41,7 +38,6 @@ from pdserve.messages import (
     WorkerGone,
     WorkerState,
 )
-from pdserve.options import to_plain
 from pdserve.runtime import RuntimeRecord, remove_record, started_ticks, write_record
 
 TICK_S = 0.1
@@ -76,7 +72,7 @@ class Supervisor:
         self._has_workers = has_workers
         self._started_s = started_s
         self._endpoint = f"ipc://{prepared.run_dir}/core"
-        self._fleet = Fleet(self._builder)
+        self._fleet = Fleet(Children(prepared, self._endpoint, drain_s=DRAIN_DEADLINE_S).starter)
         self._link = AsyncCoreLink(
             self._endpoint,
             hello=SupervisorHello(pid=os.getpid()),
@@ -85,7 +81,6 @@ class Supervisor:
         )
         self._nonces = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._device_of: dict[str, str] = {}
         self._stop = asyncio.Event()
         self._exit_status = 0
         self._was_ready = False
@@ -207,7 +202,7 @@ class Supervisor:
             started_ticks=started_ticks(os.getpid()) or 0,
         )
         write_record(runtime_folder(), port, record)
-        for line in _description(self._prepared, has_workers=self._has_workers):
+        for line in description(self._prepared, has_workers=self._has_workers):
             _say(line)
         while not await self._is_ready():
             await asyncio.sleep(PROBE_EVERY_S)
@@ -262,78 +257,6 @@ class Supervisor:
             self._link.send(DrainWorker(worker=member.name))
         return await self.pools()
 
-    # children
-
-    def _builder(self, kind: str, name: str) -> Callable[[], Process]:
-        if kind == "core":
-            return self._start_core
-        if kind == "frontend":
-            return lambda: self._start_front(name)
-        return lambda: self._start_worker(kind, name)
-
-    def _start_core(self) -> Process:
-        config = self._prepared.config
-        core = CoreConfig(
-            core=config.core,
-            timeouts=config.timeouts,
-            is_colocated=config.is_colocated,
-            max_model_len=self._prepared.max_model_len,
-            landing_share=config.engine.landing_share,
-            chunk_tokens=config.engine.chunk_tokens,
-            max_batched_tokens=config.engine.max_batched_tokens,
-            model_dir=str(self._prepared.model_dir),
-            endpoint=self._endpoint,
-            run_dir=str(self._prepared.run_dir),
-        )
-        return spawn("core", to_plain(core))
-
-    def _start_front(self, name: str) -> Process:
-        prepared = self._prepared
-        front = FrontConfig(
-            name=name,
-            http=prepared.config.http,
-            timeouts=prepared.config.timeouts,
-            core_endpoint=self._endpoint,
-            model_dir=str(prepared.model_dir),
-            model_name=prepared.model_name,
-            max_model_len=prepared.max_model_len,
-            dtype=prepared.config.engine.dtype,
-            listen_fd=prepared.http.fileno(),
-            seed=(prepared.config.core.seed or 0) + int(name.rpartition("-")[2]),
-            drain_s=DRAIN_DEADLINE_S,
-        )
-        return spawn("frontend", to_plain(front), pass_fds=[prepared.http.fileno()])
-
-    def _start_worker(self, role: str, name: str) -> Process:
-        prepared = self._prepared
-        device = self._device(role, name)
-        worker = WorkerConfig(
-            role=role,  # type: ignore[arg-type]
-            name=name,
-            device=device.name,
-            cores=device.cores,
-            coordinator=self._endpoint,
-            engine=dataclasses.replace(prepared.config.engine, max_model_len=prepared.max_model_len),
-            timeouts=prepared.config.timeouts,
-            model_dir=str(prepared.model_dir),
-            kv_blocks=prepared.kv_blocks,
-            memory_share=device.memory_share.get(role, 0.9),
-            run_dir=str(prepared.run_dir),
-            supervisor_pid=os.getpid(),
-        )
-        return spawn(role, to_plain(worker), num_threads=max(1, len(device.cores)))
-
-    def _device(self, role: str, name: str) -> Any:
-        """The device of a member: planned at start, else the least used; kept when it is started again."""
-        plan = self._prepared.devices
-        if name not in self._device_of:
-            live = {member.name for role in ROLES for member in self._fleet.of(role)}
-            used = {device.name: 0 for device in plan.devices}
-            for other, device_name in self._device_of.items():
-                used[device_name] += other in live
-            self._device_of[name] = least_used(plan.devices, used).name
-        return next(device for device in plan.devices if device.name == self._device_of[name])
-
 
 class _Admin(uvicorn.Server):
     """Signals are the supervisor's."""
@@ -346,20 +269,6 @@ class _Admin(uvicorn.Server):
 def _admin_server(app: Any) -> uvicorn.Server:
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
     return _Admin(config)
-
-
-def _description(prepared: Prepared, *, has_workers: bool) -> list[str]:
-    pools, engine = prepared.config.pools, prepared.config.engine
-    lines = [f"pdserve {__version__}: {prepared.model_name}, {engine.dtype}, context {prepared.max_model_len} tokens"]
-    if has_workers:
-        size_gb = prepared.kv_blocks * prepared.layout.block_bytes / 1e9
-        where = ", ".join(f"{place.role} on {place.device.name}" for place in prepared.devices.placements)
-        memory = f"; {prepared.kv_blocks} KV blocks ({size_gb:.2f} GB) each" if prepared.kv_blocks else ""
-        lines.append(f"{pools.prefill} prefill and {pools.decode} decode workers: {where}{memory}")
-        lines.extend(prepared.devices.notes)
-        if prepared.config.is_colocated:
-            lines.append("no prefill pool: every request is served colocated, on decode workers")
-    return lines
 
 
 def _say(line: str) -> None:
