@@ -12,6 +12,23 @@ from coordinator.tally import Labels, Row, text
 from coordinator.workers import ROLES, Worker
 from coordinator.world import World
 
+# exported, if without a value, before the first of their kind has happened
+DECLARED = (
+    ("pdserve_requests_started_total", "counter"),
+    ("pdserve_requests_ended_total", "counter"),
+    ("pdserve_mode_total", "counter"),
+    ("pdserve_transfers", "gauge"),
+    ("pdserve_transfer_bytes_total", "counter"),
+    ("pdserve_reads_rejected_total", "counter"),
+    ("pdserve_discarded_tokens_total", "counter"),
+    ("pdserve_messages_ignored_total", "counter"),
+    ("pdserve_phase_seconds", "histogram"),
+    ("pdserve_transfer_seconds", "histogram"),
+    ("pdserve_ttft_seconds", "histogram"),
+    ("pdserve_itl_seconds", "histogram"),
+    ("pdserve_tpot_seconds", "histogram"),
+)
+
 
 def readiness(world: World) -> tuple[bool, dict[str, Any]]:
     """Whether a new request would be served under the present flags, and each pool's state."""
@@ -59,7 +76,8 @@ def requests(world: World) -> list[dict[str, Any]]:
 
 def metrics(world: World) -> str:
     """Everything in the names of the HTTP contract: the core's own, and what workers sent with their heartbeats."""
-    families = {name: (kind, rows) for name, kind, rows in world.tally.families()}
+    families: dict[str, tuple[str, list[Row]]] = {name: (kind, []) for name, kind in DECLARED}
+    families.update((name, (kind, rows)) for name, kind, rows in world.tally.families())
 
     def add(name: str, kind: str, labels: Labels, value: float) -> None:
         rows: list[Row] = families.setdefault(name, (kind, []))[1]

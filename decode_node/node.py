@@ -160,6 +160,7 @@ class DecodeNode:
             metric("pdserve_cached_tokens_total", self._scheduler.num_cached_tokens, pool="decode"),
             metric("pdserve_evicted_blocks_total", self._blocks.num_evicted, pool="decode"),
             metric("pdserve_preemptions_total", self._scheduler.num_preemptions, how="recompute"),
+            metric("pdserve_recomputed_tokens_total", self._scheduler.num_recomputed_tokens),
             metric("pdserve_step_seconds_sum", self._steps.seconds, pool="decode"),
             metric("pdserve_step_seconds_count", self._steps.count, pool="decode"),
         ]

@@ -106,3 +106,37 @@ def test_the_operators_listener_wants_its_key(server):
 
     assert httpx.get(server.record.admin_url + "/admin/pools").status_code == 401
     assert server.pools()["prefill"]["actual"] == 1
+
+
+METRICS = [
+    "pdserve_requests_started_total",
+    "pdserve_requests_ended_total",
+    "pdserve_requests",
+    "pdserve_kv_blocks",
+    "pdserve_leases",
+    "pdserve_leases_expired_total",
+    "pdserve_transfers",
+    "pdserve_transfer_bytes_total",
+    "pdserve_transfer_seconds",
+    "pdserve_reads_rejected_total",
+    "pdserve_cached_tokens_total",
+    "pdserve_mode_total",
+    "pdserve_preemptions_total",
+    "pdserve_evicted_blocks_total",
+    "pdserve_recomputed_tokens_total",
+    "pdserve_discarded_tokens_total",
+    "pdserve_phase_seconds",
+    "pdserve_ttft_seconds",
+    "pdserve_itl_seconds",
+    "pdserve_tpot_seconds",
+    "pdserve_step_seconds",
+    "pdserve_loop_lag_seconds",
+    "pdserve_messages_ignored_total",
+]
+
+
+def test_every_metric_of_the_contract_is_exported(server):
+    server.complete(prompt=PROMPT, max_tokens=8)
+    lines = server.client.get("/metrics").text.splitlines()
+    families = {line.split()[2] for line in lines if line.startswith("# TYPE ")}
+    assert [name for name in METRICS if name not in families] == []
