@@ -31,12 +31,12 @@ from pdserve.model.store import resolve, served_name
 from pdserve.terminal import Progress
 
 NUM_NEW = 48
-NUM_DRAWN, NUM_DRAWN_NEW = 8, 24  # prompts and tokens of seeded sampling, half of the prompts with top_p
+NUM_DRAWN, NUM_DRAWN_NEW = 8, 16  # prompts and tokens of seeded sampling, half of the prompts with top_p
 GROUP = 50  # requests at the same time
 LIMIT_S = 57 * 60.0  # no part starts later
 EDGES = (1, 2, 3, 7, 8, 31, 32, 63, 64, 125)  # blocks, with one token less and one more
 WARM_SHARE = 0.9  # of what a prefix cache could save
-SERVE = ("--queue-timeout", "500", "--dtype")
+POOL_GB, TINY_POOL_GB = 2.0, 0.25  # holds the prompts of a group; touching more only takes time
 
 Say = Callable[[str], None]
 
@@ -70,8 +70,8 @@ class Sizes:
 
 def sizes(is_quick: bool) -> Sizes:
     if is_quick:
-        lengths = (1, 2, 15, 16, 17, 33, 48, 100, 255, 512)
-        return Sizes(lengths=lengths, num_subset=4, num_forced=2, num_tiny=4, num_alone=2)
+        lengths = (1, 15, 16, 17, 33, 100, 255, 512)
+        return Sizes(lengths=lengths, num_subset=4, num_forced=2, num_tiny=4, num_alone=1)
     edges = (BLOCK_SIZE * blocks + off for blocks in EDGES for off in (-1, 0, 1))
     return Sizes(lengths=(*range(1, 101), *edges), num_subset=30, num_forced=20, num_tiny=20, num_alone=NUM_DRAWN)
 
@@ -112,10 +112,12 @@ class Bench:
             self.report.checks.append(Check(name=name, value=None, bound="runs", is_ok=None, reason=str(error)))
 
     @contextmanager
-    def arm(self, road: Road, directory: Path, dtype: str = "float32") -> Iterator[HttpArm]:
+    def arm(
+        self, road: Road, directory: Path, *, dtype: str = "float32", pool_gb: float = POOL_GB
+    ) -> Iterator[HttpArm]:
         model = str(directory)
         asked = replace(self.options, model=model)
-        flags = (*SERVE, dtype, *road.flags)
+        flags = ("--queue-timeout", "500", "--dtype", dtype, "--kv-memory-gb", f"{pool_gb:g}", *road.flags)
         with running_server(asked, flags, lambda text: self.say(f"{road.name}: {text}")) as base_url:
             yield HttpArm(base_url, served_name(model))
 
@@ -193,7 +195,7 @@ def main_model(bench: Bench, size: Sizes) -> None:
 def forced(bench: Bench, directory: Path, chosen: Sequence[Reference]) -> None:
     """The reference's tokens through the real hand-off, then free text; transformers' own rounding bounds the rest."""
     rival = rival_difference(directory, chosen, bench.say)
-    with bench.arm(MAIN, directory, "bfloat16") as arm:
+    with bench.arm(MAIN, directory, dtype="bfloat16") as arm:
         bench.say("bfloat16: forced tokens")
         sides = forced_places(arm, directory, chosen, bench.salt, GROUP)
         largest = max(verdict(side).largest for side in sides)
@@ -225,7 +227,7 @@ def tiny_models(bench: Bench, size: Sizes) -> None:
             directory = save_tiny(family, Path(folder) / family, bench.options.seed)
             prompts = random_prompts(lengths, range(NUM_BYTES), bench.options.seed)
             known = references(directory, prompts, NUM_NEW, say=bench.say)
-            with bench.arm(MAIN, directory) as arm:
+            with bench.arm(MAIN, directory, pool_gb=TINY_POOL_GB) as arm:
                 bench.compare(arm, MAIN, known, family)
 
 
