@@ -36,11 +36,20 @@ Cache<T> cache_of(const T* kv, const int32_t* tables, int64_t request, int64_t h
     return {kv + which * s.kv_stride + head * s.head_stride, tables + request * s.table_row, s.block_size, s.block_stride, s.token_stride};
 }
 
+template <class T>
+struct Following {  // what will be read next: its first keys are fetched ahead
+    Cache<T> keys;
+    int64_t context;  // 0: nothing is known
+};
+
 // Attention of one token's query heads that share a KV head: q and out are [q_heads / kv_heads][dim].
 template <class T>
-void attend_one(const T* q, const Cache<T>& keys, const Cache<T>& values, int64_t context, int64_t group, int64_t dim, float scale, T* out);
+void attend_one(const T* q, const Cache<T>& keys, const Cache<T>& values, int64_t context, int64_t group, int64_t dim, float scale, T* out,
+                const Following<T>& next);
 
-extern template void attend_one(const float*, const Cache<float>&, const Cache<float>&, int64_t, int64_t, int64_t, float, float*);
-extern template void attend_one(const bf16*, const Cache<bf16>&, const Cache<bf16>&, int64_t, int64_t, int64_t, float, bf16*);
+extern template void attend_one(const float*, const Cache<float>&, const Cache<float>&, int64_t, int64_t, int64_t, float, float*,
+                                const Following<float>&);
+extern template void attend_one(const bf16*, const Cache<bf16>&, const Cache<bf16>&, int64_t, int64_t, int64_t, float, bf16*,
+                                const Following<bf16>&);
 
 }  // namespace pd

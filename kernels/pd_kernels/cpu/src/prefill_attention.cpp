@@ -78,12 +78,11 @@ struct AmxEngine {
         }
     }
     static void pack_rows(const bf16* const* rows, int64_t k, int64_t padded, int64_t n, int64_t padded_n, bf16* b) {
-        const u16x16 zero = {};
         for (int64_t t = 0; t < padded; t += 2)
             for (int64_t j = 0; j < padded_n; j += 16) {
-                u16x16 even = t < k && j < n ? *reinterpret_cast<const u16x16u*>(rows[t] + j) : zero;
-                u16x16 odd = t + 1 < k && j < n ? *reinterpret_cast<const u16x16u*>(rows[t + 1] + j) : zero;
-                u32x16 both = __builtin_convertvector(even, u32x16) | (__builtin_convertvector(odd, u32x16) << 16);
+                u32x16 even = t < k && j < n ? load_bits(rows[t] + j) : u32x16{};
+                u32x16 odd = t + 1 < k && j < n ? load_bits(rows[t + 1] + j) : u32x16{};
+                u32x16 both = even | (odd << 16);
                 std::memcpy(b + j / 32 * 32 * padded + t / 32 * 2 * amx::TILE + j % 32 / 16 * amx::TILE + t % 32 * 16, &both, 64);
             }
     }
@@ -113,36 +112,45 @@ struct Scratch {  // of one thread, kept between calls
     }
 };
 
-// One row of scores against its first `visible` keys -> weights; the rest up to `columns` becomes 0.
+const i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+inline f32x16 mask_from(f32x16 scores, int64_t visible) { return LANE < static_cast<int32_t>(visible) ? scores : splat(MASKED); }
+
+// Sixteen rows of scores -> weights, row r against its first visible[r] keys; the rest up to `columns` becomes 0.
+// `highest` and `total` are the rows' running maximum and sum, `acc` [16][width] what was accumulated before.
 template <class Operand>
-void softmax_row(const float* scores, int64_t visible, int64_t columns, float scale, float& highest_so_far, float& total, Operand* weights,
-                 float* acc, int64_t width) {
-    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    int64_t full = visible / 16 * 16;
-    i32x16 inside = lane < static_cast<int32_t>(visible - full);
-    f32x16 top = splat(MASKED);
-    for (int64_t j = 0; j < full; j += 16) top = max(top, load(scores + j));
-    if (full < visible) top = max(top, inside ? load(scores + full) : splat(MASKED));
-    float best = std::max(highest(top) * scale, highest_so_far);
-    f32x16 sums = {};
-    int64_t j = 0;
-    for (; j < full; j += 16) {
-        f32x16 weight = exp(fma(load(scores + j), splat(scale), splat(-best)));
-        store(weights + j, weight);
-        sums += weight;
+void softmax_rows(const float* scores, const int64_t* visible, int64_t columns, float scale, float* highest, float* total,
+                  Operand* weights, float* acc, int64_t width) {
+    f32x16 rows[16];
+    for (int r = 0; r < 16; ++r) {
+        const float* row = scores + r * KEYS;
+        f32x16 top = splat(MASKED);
+        int64_t j = 0;
+        for (; j + 16 <= visible[r]; j += 16) top = max(top, load(row + j));
+        rows[r] = j < visible[r] ? max(top, mask_from(load(row + j), visible[r] - j)) : top;
     }
-    if (full < visible) {
-        f32x16 weight = inside ? exp(fma(load(scores + j), splat(scale), splat(-best))) : f32x16{};
-        store(weights + j, weight);
-        sums += weight;
-        j += 16;
+    f32x16 before = load(highest), best = max(highest_each(rows) * scale, before), factor = exp(before - best);
+    store(highest, best);
+    for (int r = 0; r < 16; ++r) {
+        const float* row = scores + r * KEYS;
+        Operand* out = weights + r * KEYS;
+        f32x16 sums = {}, offset = splat(-best[r]);
+        int64_t j = 0;
+        for (; j + 16 <= visible[r]; j += 16) {
+            f32x16 weight = exp(fma(load(row + j), splat(scale), offset));
+            store(out + j, weight);
+            sums += weight;
+        }
+        for (; j < columns; j += 16) {
+            f32x16 weight = exp(fma(mask_from(load(row + j), visible[r] - j), splat(scale), offset));
+            store(out + j, weight);
+            sums += weight;
+        }
+        rows[r] = sums;
+        if (factor[r] != 1.0f)
+            for (int64_t d = 0; d < width; d += 16) store(acc + r * width + d, load(acc + r * width + d) * factor[r]);
     }
-    for (; j < columns; j += 16) store(weights + j, f32x16{});
-    float factor = exp(splat(highest_so_far - best))[0];
-    total = total * factor + sum(sums);
-    highest_so_far = best;
-    if (factor != 1.0f)
-        for (int64_t d = 0; d < width; d += 16) store(acc + d, load(acc + d) * factor);
+    store(total, load(total) * factor + sum_each(rows));
 }
 
 struct Item {  // rows of one request and one KV head
@@ -173,11 +181,14 @@ void attend_item(const T* q, const T* kv, const int32_t* tables, T* out, const A
             if (last < k0) continue;
             int64_t columns = std::min(padded, round_up(last - k0 + 1, 32));
             E::multiply(scratch.q.data() + r0 * depth, depth, scratch.k.data(), 32 * depth, depth, scratch.scores, KEYS, columns, false);
-            for (int64_t r = 0; r < TILE_ROWS; ++r) {
-                int64_t position = item.first_position + (std::min(r0 + r, rows - 1)) / group;
-                int64_t visible = std::min(count, std::max<int64_t>(0, position - k0 + 1));
-                softmax_row(scratch.scores + r * KEYS, visible, columns, s.scale, scratch.highest[r0 + r], scratch.total[r0 + r],
-                            scratch.weights + r * KEYS, scratch.acc.data() + (r0 + r) * width, width);
+            for (int64_t half = r0; half < r0 + TILE_ROWS; half += 16) {
+                int64_t visible[16];
+                for (int64_t r = 0; r < 16; ++r) {
+                    int64_t position = item.first_position + std::min(half + r, rows - 1) / group;
+                    visible[r] = std::min(count, std::max<int64_t>(0, position - k0 + 1));
+                }
+                softmax_rows(scratch.scores + (half - r0) * KEYS, visible, columns, s.scale, scratch.highest.data() + half,
+                             scratch.total.data() + half, scratch.weights + (half - r0) * KEYS, scratch.acc.data() + half * width, width);
             }
             E::multiply(scratch.weights, KEYS, scratch.v.data(), 32 * padded, columns, scratch.acc.data() + r0 * width, width, width, true);
         }
@@ -218,7 +229,7 @@ void prefill(const T* q, const T* kv, const int32_t* query_start, const int32_t*
             for (int64_t t = 0; t < item.num_tokens; ++t) {  // a few rows: packing the context would cost more than it saves
                 int64_t row = ((item.first_token + t) * s.q_heads + item.head * group) * s.dim;
                 attend_one(q + row, cache_of(kv, tables, item.request, item.head, 0, s), cache_of(kv, tables, item.request, item.head, 1, s),
-                           item.first_position + t + 1, group, s.dim, s.scale, out + row);
+                           item.first_position + t + 1, group, s.dim, s.scale, out + row, Following<T>{});
             }
         }
         E::end();

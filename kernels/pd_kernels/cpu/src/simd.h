@@ -26,10 +26,14 @@ constexpr int64_t MAX_HEAD_DIM = 256;
 inline f32x16 splat(float value) { return value - f32x16{}; }
 
 inline f32x16 load(const float* p) { return *reinterpret_cast<const f32x16u*>(p); }
-inline f32x16 load(const bf16* p) {
-    u16x16 half = *reinterpret_cast<const u16x16u*>(p);
-    return reinterpret_cast<f32x16>(__builtin_convertvector(half, u32x16) << 16);
+inline u32x16 load_bits(const bf16* p) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<u32x16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#else
+    return __builtin_convertvector(*reinterpret_cast<const u16x16u*>(p), u32x16);
+#endif
 }
+inline f32x16 load(const bf16* p) { return reinterpret_cast<f32x16>(load_bits(p) << 16); }
 
 inline void store(float* p, f32x16 value) { *reinterpret_cast<f32x16u*>(p) = value; }
 inline u16x16 to_bf16(f32x16 value) {
@@ -66,51 +70,74 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
     return a * b + c;  // contracted to fused multiply-adds by -ffp-contract=fast
 #endif
 }
-inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+inline f32x16 max(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<f32x16>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+#else
+    return a > b ? a : b;
+#endif
+}
 
-// One level of the 16 x 16 sum: lanes of pairs (a, b) folded at distance W.
+struct Add {
+    static f32x16 of(f32x16 a, f32x16 b) { return a + b; }
+};
+struct Max {
+    static f32x16 of(f32x16 a, f32x16 b) { return max(a, b); }
+};
+
+// One level of a 16 x 16 reduction: lanes of a and b at distance 8, 4, 2, 1 meet.
+template <class Op>
 inline f32x16 fold8(f32x16 a, f32x16 b) {
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    return Op::of(__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                  __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
 }
+template <class Op>
 inline f32x16 fold4(f32x16 a, f32x16 b) {
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-           __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    return Op::of(__builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+                  __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
 }
+template <class Op>
 inline f32x16 fold2(f32x16 a, f32x16 b) {
-    return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return Op::of(__builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+                  __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
 }
+template <class Op>
 inline f32x16 fold1(f32x16 a, f32x16 b) {
-    return __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-           __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    return Op::of(__builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+                  __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
 }
 
-// Lane i of the result is the sum over the lanes of v[i].
-inline f32x16 sum_each(const f32x16* v) {
+// Lane i of the result is the sum (or the maximum) over the lanes of v[i].
+template <class Op>
+inline f32x16 reduce_each(const f32x16* v) {
     f32x16 a[8], b[4];
-    for (int i = 0; i < 8; ++i) a[i] = fold8(v[i], v[i + 8]);
-    for (int i = 0; i < 4; ++i) b[i] = fold4(a[i], a[i + 4]);
-    return fold1(fold2(b[0], b[2]), fold2(b[1], b[3]));
+    for (int i = 0; i < 8; ++i) a[i] = fold8<Op>(v[i], v[i + 8]);
+    for (int i = 0; i < 4; ++i) b[i] = fold4<Op>(a[i], a[i + 4]);
+    return fold1<Op>(fold2<Op>(b[0], b[2]), fold2<Op>(b[1], b[3]));
 }
-inline float sum(f32x16 v) {
-    v = fold8(v, v);
-    v = fold4(v, v);
-    v = fold2(v, v);
-    return v[0] + v[1];
+template <class Op>
+inline float reduce(f32x16 v) {
+    v = fold8<Op>(v, v);
+    v = fold4<Op>(v, v);
+    v = fold2<Op>(v, v);
+    return fold1<Op>(v, v)[0];
 }
-inline float highest(f32x16 v) {
-    float best = v[0];
-    for (int i = 1; i < LANES; ++i) best = v[i] > best ? v[i] : best;
-    return best;
-}
+inline f32x16 sum_each(const f32x16* v) { return reduce_each<Add>(v); }
+inline f32x16 highest_each(const f32x16* v) { return reduce_each<Max>(v); }
+inline float sum(f32x16 v) { return reduce<Add>(v); }
+inline float highest(f32x16 v) { return reduce<Max>(v); }
 
-// exp by x = n ln 2 + r, |r| <= ln 2 / 2, and the Taylor series of r to the seventh power (error below 1 ulp of the series).
-// Below -87 the result is 0: masked scores (-1e30) vanish exactly.
+// exp by x = n ln 2 + r, |r| <= ln 2 / 2, and the Taylor series of r to the seventh power (its error is below 1e-8).
+// Below -87 the result is 0: masked scores, -1e30, vanish exactly, and no lane ever holds a denormal, which would be slow.
 inline f32x16 exp(f32x16 x) {
+#if defined(__AVX512F__)
+    __m512 wide = reinterpret_cast<__m512>(x), lowest = _mm512_set1_ps(-87.0f);
+    f32x16 clamped = reinterpret_cast<f32x16>(_mm512_min_ps(_mm512_max_ps(wide, lowest), _mm512_set1_ps(88.0f)));
+    f32x16 n = reinterpret_cast<f32x16>(_mm512_roundscale_ps(reinterpret_cast<__m512>(clamped * 1.44269504f), 8));
+#else
     f32x16 clamped = x > 88.0f ? splat(88.0f) : (x < -87.0f ? splat(-87.0f) : x);
-    f32x16 shifted = fma(clamped, splat(1.44269504f), splat(12582912.0f));  // 1.5 * 2^23 rounds to an integer
-    f32x16 n = shifted - 12582912.0f;
+    f32x16 n = fma(clamped, splat(1.44269504f), splat(12582912.0f)) - 12582912.0f;  // 1.5 * 2^23 rounds to an integer
+#endif
     f32x16 r = fma(n, splat(-0.693359375f), clamped);  // 0.693359375 has 9 bits, so n times it is exact
     r = fma(n, splat(2.12194440e-4f), r);
     f32x16 y = splat(1.0f / 5040);
@@ -121,9 +148,14 @@ inline f32x16 exp(f32x16 x) {
     y = fma(y, r, splat(0.5f));
     y = fma(y, r, splat(1.0f));
     y = fma(y, r, splat(1.0f));
+#if defined(__AVX512F__)
+    __mmask16 above = _mm512_cmp_ps_mask(wide, lowest, _CMP_GE_OQ);
+    return reinterpret_cast<f32x16>(_mm512_maskz_scalef_ps(above, reinterpret_cast<__m512>(y), reinterpret_cast<__m512>(n)));
+#else
     i32x16 exponent = __builtin_convertvector(n, i32x16) << 23;
     f32x16 result = reinterpret_cast<f32x16>(reinterpret_cast<i32x16>(y) + exponent);
     return x < -87.0f ? f32x16{} : result;
+#endif
 }
 
 // Products of 32 pairs of bf16, summed in pairs into 16 lanes.
