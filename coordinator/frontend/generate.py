@@ -70,6 +70,7 @@ class Generate:
                 wire = Wire(call.send, parsed, generation, stall_timeout_s=front.config.client_stall_timeout_s)
                 await stream(live, generation, shape, wire, ping_interval_s=front.config.ping_interval_s)
                 return
+            live.keep_everything()
             while not live.is_over:
                 generation.apply(await live.take(3600.0))
         pieces = [choice.take() for choice in generation.choices]

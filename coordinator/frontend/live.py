@@ -23,7 +23,7 @@ class ClientTooSlowError(ServiceError):
 
 class Live:
     def __init__(self, *, max_buffer_bytes: int) -> None:
-        self._max_buffer_bytes = max_buffer_bytes
+        self._max_buffer_bytes: int | None = max_buffer_bytes
         self._num_bytes = 0
         self._events: list[tuple[int, Event]] = []
         self._prompts: dict[int, int] = {}  # ticket -> place of its prompt in the HTTP request
@@ -37,12 +37,16 @@ class Live:
         self.tickets.append(ticket)
         self._num_open += 1
 
+    def keep_everything(self) -> None:
+        """For an answer in one piece: no client reads yet, so none is slow; its own size limits bound it."""
+        self._max_buffer_bytes = None
+
     def put(self, event: Event) -> None:
         if self._error is not None:
             return
         if isinstance(event, Output):
             self._num_bytes += sum(_TOKEN_BYTES + _ALTERNATIVE_BYTES * len(token.top) for token in event.tokens)
-            if self._num_bytes > self._max_buffer_bytes:
+            if self._max_buffer_bytes is not None and self._num_bytes > self._max_buffer_bytes:
                 self.interrupt(ClientTooSlowError())
                 return
         self._events.append((self._prompts[event.ticket], event))

@@ -188,3 +188,10 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def test_a_whole_answer_is_not_bounded_by_the_buffer_of_a_stream(start):
+    server = start("--client-buffer-kb", "1")
+    answer = server.complete(prompt=PROMPT, max_tokens=200, logprobs=5, n=4, ignore_eos=True)
+    assert [len(choice["token_ids"]) for choice in answer["choices"]] == [200] * 4
+    server.expect_clean()
