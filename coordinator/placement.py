@@ -16,6 +16,7 @@ from coordinator.world import World
 from pdserve.layout import KVLayout
 from pdserve.messages import Key
 from pdserve.prefix import max_cached_tokens
+from pdserve.request import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,13 @@ def decode_blocks(layout: KVLayout, num_tokens: int, num_samples: int) -> int:
     return shared + num_samples * (layout.blocks_for(num_tokens + 1) - shared)
 
 
+def footprint(layout: KVLayout, num_prompt: int, sampling: Sampling) -> int:
+    """All samples at full length; the last token of each is never computed. As the decode worker reckons it."""
+    shared = num_prompt // layout.block_size
+    longest = max(num_prompt + sampling.max_tokens - 1, num_prompt)
+    return shared + sampling.n * (layout.blocks_for(longest) - shared)
+
+
 def never_fits(world: World, live: Live) -> str | None:
     """Why no live pool, even empty, could take the request; None if one could, or if there is none to ask."""
     layout, sampling = world.workers.layout, live.submit.sampling
@@ -55,10 +63,10 @@ def never_fits(world: World, live: Live) -> str | None:
             return f"{asked}: prefill needs {needed} KV blocks, the largest prefill pool has {largest}"
     if road.has_decode:
         whole = layout.blocks_for(live.num_prompt + sampling.max_tokens)
-        needed = max(whole, decode_blocks(layout, live.num_to_prefill, sampling.n))
+        needed = max(whole, footprint(layout, live.num_prompt, sampling))
         largest = world.workers.num_blocks("decode")
         if needed > largest:
-            return f"{asked}: decode needs {needed} KV blocks, the largest decode pool has {largest}"
+            return f"{asked}, n {sampling.n}: decode needs {needed} KV blocks, the largest decode pool has {largest}"
         most = max(worker.hello.max_running for worker in world.workers.live("decode"))
         if sampling.n > most:
             return f"n is {sampling.n}, a decode worker runs at most {most} samples"

@@ -60,7 +60,8 @@ class Server:
         self.log = folder / "log"
         ready = folder / "ready"
         command = [sys.executable, "-m", "pdserve", "up", "--model", str(model), "--port", "0"]
-        command += ["--ready-file", str(ready), "--kv-memory-gb", "0.02", "--dtype", "float32", *flags]
+        size = () if "--kv-blocks" in flags else ("--kv-memory-gb", "0.02")
+        command += ["--ready-file", str(ready), "--dtype", "float32", *size, *flags]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment(folder))
         try:

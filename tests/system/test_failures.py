@@ -195,3 +195,13 @@ def test_a_whole_answer_is_not_bounded_by_the_buffer_of_a_stream(start):
     answer = server.complete(prompt=PROMPT, max_tokens=200, logprobs=5, n=4, ignore_eos=True)
     assert [len(choice["token_ids"]) for choice in answer["choices"]] == [200] * 4
     server.expect_clean()
+
+
+def test_samples_that_no_pool_could_hold_together_are_refused_before_any_work(start):
+    server = start("--kv-blocks", "20")
+    body = {"model": server.model, "prompt": PROMPT[:10], "max_tokens": 100, "n": 3, "ignore_eos": True}
+    answer = server.client.post("/v1/completions", json=body)
+    assert answer.status_code == 400 and "19" in answer.json()["error"]["message"], answer.text
+    assert server.total("pdserve_step_seconds_count", pool="prefill") == 0
+    assert server.client.post("/v1/completions", json={**body, "n": 2}).status_code == 200
+    server.expect_clean()
