@@ -54,7 +54,7 @@ from pdserve.messages import (
 )
 from pdserve.options import from_plain
 
-CHECK_LIVENESS_S = 0.1
+CHECK_LIVENESS_S = 0.25
 LONGEST_WAIT_S = 0.5
 FRONT_SILENCE_S = 10.0
 

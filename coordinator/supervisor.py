@@ -15,7 +15,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from coordinator.admin import create_app
 from coordinator.children import Children, description
 from coordinator.corelink import AsyncCoreLink
 from coordinator.fleet import Ended, Fleet
+from coordinator.frontend.server import QuietServer
 from coordinator.prepare import Prepared, prepare
 from pdserve.config import ROLES, ServeConfig, runtime_folder
 from pdserve.errors import ConfigError
@@ -40,7 +41,7 @@ from pdserve.messages import (
 )
 from pdserve.runtime import RuntimeRecord, remove_record, started_ticks, write_record
 
-TICK_S = 0.1
+TICK_S = 0.5  # beside the signal that tells of an ended child
 PROBE_EVERY_S = 0.2
 QUERY_DEADLINE_S = 5.0
 DRAIN_DEADLINE_S = 5.0  # for open streams, on SIGTERM
@@ -82,6 +83,7 @@ class Supervisor:
         self._nonces = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._stop = asyncio.Event()
+        self._wake = asyncio.Event()  # a child has ended, or it is time to stop
         self._exit_status = 0
         self._was_ready = False
 
@@ -92,6 +94,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        loop.add_signal_handler(signal.SIGCHLD, self._wake.set)
         key = secrets.token_urlsafe(32)
         admin = _admin_server(create_app(self, key))
         tasks = [
@@ -124,7 +127,8 @@ class Supervisor:
             for ended in self._fleet.tick(time.monotonic()):
                 self._on_ended(ended)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), TICK_S)
+                await asyncio.wait_for(self._wake.wait(), TICK_S)
+            self._wake.clear()
 
     async def _end_children(self) -> None:
         """Front ends first, so that open streams can finish; then everybody; then whoever did not listen."""
@@ -146,7 +150,11 @@ class Supervisor:
     def _on_signal(self) -> None:
         if self._stop.is_set():  # a second signal: no more patience
             self._fleet.signal_all(signal.SIGKILL)
+        self._end()
+
+    def _end(self) -> None:
         self._stop.set()
+        self._wake.set()
 
     def _on_ended(self, ended: Ended) -> None:
         member = ended.member
@@ -158,7 +166,7 @@ class Supervisor:
             if ended.code != 2:
                 _say(f"{member.name} ended {member.quick_deaths} times before serving ({ended.reason}); giving up")
             self._exit_status = 2 if ended.code == 2 else 1
-            self._stop.set()
+            self._end()
             return
         _say(f"{member.name} has ended ({ended.reason}); starting it again")
 
@@ -258,17 +266,9 @@ class Supervisor:
         return await self.pools()
 
 
-class _Admin(uvicorn.Server):
-    """Signals are the supervisor's."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def _admin_server(app: Any) -> uvicorn.Server:
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
-    return _Admin(config)
+    return QuietServer(config)
 
 
 def _say(line: str) -> None:

@@ -38,7 +38,7 @@ from pdserve.worker.control import Control
 from pdserve.worker.engine import Engine
 from pdserve.worker.vitals import HeartbeatThread, Vitals
 
-HEARTBEAT_S = 0.25
+HEARTBEAT_S = 0.5
 REPORT_EVERY_S = 0.5
 LONGEST_WAIT_S = 1.0
 TURN_DEADLINE_S = 5.0
