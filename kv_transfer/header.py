@@ -71,11 +71,14 @@ class GenerationHeader:
         full_fence()
 
     def set_epoch(self, epoch: str) -> None:
-        """Start a new life: whatever was published in the old one can no longer be read."""
-        self.bump_all()
+        """Start a new life: whatever was published in the old one can no longer be read.
+
+        The name changes before the generations, so that a reader who sees a generation of the new life sees its name.
+        """
         self._map[_EPOCH] = _digest(epoch)
         self.epoch = epoch
         full_fence()
+        self.bump_all()
 
     def generation(self, block: int) -> int:
         return int(self._generations[block])
@@ -86,9 +89,10 @@ class GenerationHeader:
     def why_invalid(self, epoch: str, blocks: Sequence[int], generations: Sequence[int]) -> str | None:
         """As `HeaderView.why_invalid`, for a server that reads on somebody's behalf inside the owner's process."""
         full_fence()
+        is_equal = _equal(self._generations, blocks, generations)
         if epoch != self.epoch:
             return "epoch"
-        return None if _equal(self._generations, blocks, generations) else "stale_generation"
+        return None if is_equal else "stale_generation"
 
     def close(self) -> None:
         os.close(self.fd)
@@ -110,9 +114,11 @@ class HeaderView:
     def why_invalid(self, epoch: str, blocks: Sequence[int], generations: Sequence[int]) -> str | None:
         """None when all of it still holds, else `epoch` or `stale_generation`. Call it after the bytes have arrived."""
         full_fence()
+        is_equal = _equal(self._generations, blocks, generations)
+        full_fence()
         if self._map[_EPOCH] != _digest(epoch):
             return "epoch"
-        return None if _equal(self._generations, blocks, generations) else "stale_generation"
+        return None if is_equal else "stale_generation"
 
     def still_valid(self, epoch: str, blocks: Sequence[int], generations: Sequence[int]) -> bool:
         return self.why_invalid(epoch, blocks, generations) is None

@@ -43,6 +43,20 @@ def test_a_new_epoch_invalidates_everything_of_the_old_one(header, view):
     assert view.still_valid("two", [3], header.generations([3]))
 
 
+def test_at_no_moment_does_a_new_life_look_like_a_recycled_block(header, view, monkeypatch):
+    """A reader between any two stores of the owner sees all of the old life, or its end."""
+    seen, reasons = header.generations([3]), []
+
+    def fence():
+        monkeypatch.undo()
+        reasons.append(view.why_invalid("one", [3], seen))
+        monkeypatch.setattr("kv_transfer.header.full_fence", fence)
+
+    monkeypatch.setattr("kv_transfer.header.full_fence", fence)
+    header.set_epoch("two")
+    assert reasons == ["epoch", "epoch"]
+
+
 def test_fixed_blocks_stay_at_generation_one(header, view):
     header.set_epoch("two")
     assert view.still_valid("two", [8, 9], [1, 1])
