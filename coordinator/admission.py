@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from coordinator.live import Live
 from coordinator.outcomes import Outcome, pool_empty
-from coordinator.placement import EmptyPool, choose_road, never_fits
+from coordinator.placement import EmptyPool, choose_road, never_fits, too_many_samples
 from coordinator.world import World
 
 
@@ -17,6 +17,8 @@ def refusal(world: World, live: Live) -> Outcome | None:
     """None: admitted. `live` is not in the queue yet."""
     if why := _too_long(world, live) or never_fits(world, live):
         return Outcome(kind="rejected", message=why, status=400, code="context_length_exceeded")
+    if why := too_many_samples(world, live):
+        return Outcome(kind="rejected", message=why, status=400, code="invalid_value")
     if why := _too_many(world, live):
         return Outcome(kind="rejected", message=why, status=429, code="overloaded", retry_after_s=world.retry_after_s())
     road = choose_road(world, live)
@@ -41,8 +43,8 @@ def _too_long(world: World, live: Live) -> str | None:
 
 def _too_many(world: World, live: Live) -> str | None:
     limits, waiting = world.limits, world.waiting
-    if len(waiting) >= limits.max_queued_requests:
-        return f"{len(waiting)} requests are waiting, the limit is {limits.max_queued_requests}"
+    if waiting.num_samples + live.submit.sampling.n > limits.max_queued_requests:
+        return f"{waiting.num_samples} requests are waiting, the limit is {limits.max_queued_requests}"
     tokens = waiting.num_tokens + live.num_prompt
     if len(waiting) and tokens > limits.max_queued_tokens:
         return f"{tokens} prompt tokens would be waiting, the limit is {limits.max_queued_tokens}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from coordinator.ledger import Entry
 from coordinator.live import Live, Placement
 from coordinator.outcomes import drop, end, failed, pool_empty
-from coordinator.placement import EmptyPool, never_fits, place
+from coordinator.placement import EmptyPool, never_fits, place, too_many_samples
 from coordinator.world import World
 from pdserve.messages import DropSample, Failure, Land, Prefill, Start
 
@@ -54,10 +54,10 @@ def give_up(world: World, live: Live, failure: Failure, *, culprit: str = "", co
         end(world, live, failed(f"{live.num_failed} placements failed, the last one by {reason}", code="attempts"))
     elif not live.can_resume:
         message = f"{len(live.samples)} samples had already parted and cannot be continued ({reason})"
-        end(world, live, failed(message, code="not_resumable"))
+        end(world, live, failed(message, code="not_resumable", status=503, retry_after_s=1.0))
     elif failure.kind == "kv_unreadable" and world.limits.on_kv_error == "fail":
         end(world, live, failed(f"the KV could not be read ({failure.reason})", code="kv_unreadable"))
-    elif why := never_fits(world, live):
+    elif why := never_fits(world, live) or too_many_samples(world, live):
         end(world, live, failed(f"it cannot be continued after {reason}; {why}", code="not_resumable"))
     else:
         world.wait(live)

@@ -63,6 +63,7 @@ class Children:
             model_dir=str(prepared.model_dir),
             model_name=prepared.model_name,
             max_model_len=prepared.max_model_len,
+            max_choices=prepared.config.core.max_queued_requests,
             dtype=prepared.config.engine.dtype,
             listen_fd=prepared.http.fileno(),
             seed=(prepared.config.core.seed or 0) + int(name.rpartition("-")[2]),

@@ -67,9 +67,14 @@ def never_fits(world: World, live: Live) -> str | None:
         largest = world.workers.num_blocks("decode")
         if needed > largest:
             return f"{asked}, n {sampling.n}: decode needs {needed} KV blocks, the largest decode pool has {largest}"
-        most = max(worker.hello.max_running for worker in world.workers.live("decode"))
-        if sampling.n > most:
-            return f"n is {sampling.n}, a decode worker runs at most {most} samples"
+    return None
+
+
+def too_many_samples(world: World, live: Live) -> str | None:
+    """Why no live decode worker could run all samples at once."""
+    most = max((worker.hello.max_running for worker in world.workers.live("decode")), default=0)
+    if most and live.needs_decode and live.submit.sampling.n > most:
+        return f"n is {live.submit.sampling.n}, a decode worker runs at most {most} samples"
     return None
 
 

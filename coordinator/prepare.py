@@ -27,6 +27,7 @@ from pdserve.machine import (
 )
 from pdserve.model.spec import ModelSpec, read_spec
 from pdserve.model.store import resolve, served_name
+from pdserve.options import host_and_port
 from pdserve.runtime import private_folder, started_ticks
 
 
@@ -64,6 +65,9 @@ def prepare(config: ServeConfig, *, has_workers: bool, say: Callable[[str], None
     http = listen(config.http.host, config.http.port, "--port")
     admin = listen("127.0.0.1", config.http.admin_port, "--admin-port")
     try:
+        check_free(config.core.control)
+        if config.http.ready_file is not None:
+            check_writable(Path(config.http.ready_file), "--ready-file")
         model_dir = resolve(config.engine.model, cache_dir=cache_folder() / "models", say=say)
         spec = read_spec(model_dir)
         num_workers = config.pools.prefill + config.pools.decode
@@ -123,6 +127,24 @@ def listen(host: str, port: int, flag: str) -> socket.socket:
             f"{flag} {port} on {host}: {error.strerror or error}; choose another, or 0 for a free one"
         ) from None
     return server
+
+
+def check_free(control: str) -> None:
+    """The core binds it later, in its own process; raises `ConfigError` when it is taken."""
+    host, port = host_and_port(control)
+    listen(host, port, "--control").close()
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Raises `ConfigError` when no file can be put there."""
+    draft = Path(f"{path}.{os.getpid()}")
+    try:
+        draft.touch()
+        draft.unlink()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror or error}") from None
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path} is a folder")
 
 
 def short_folder(folder: Path) -> Path:

@@ -37,7 +37,7 @@ def readiness(world: World) -> tuple[bool, dict[str, Any]]:
         why = "no decode worker is alive"
     elif _needs_prefill(world) and not world.workers.routable("prefill"):
         why = "no prefill worker is alive"
-    elif len(world.waiting) >= world.limits.max_queued_requests:
+    elif world.waiting.num_samples >= world.limits.max_queued_requests:
         why = "the queue is full"
     pools_ready = {role: bool(world.workers.routable(role)) for role in ROLES}
     detail = {

@@ -20,6 +20,7 @@ class Waiting:
         self._order: list[tuple[int, int]] = []
         self._lives: dict[tuple[int, int], Live] = {}
         self.num_tokens = 0  # of prompts
+        self.num_samples = 0
 
     def __len__(self) -> int:
         return len(self._order)
@@ -35,12 +36,14 @@ class Waiting:
         insort(self._order, live.order)
         self._lives[live.order] = live
         self.num_tokens += len(live.submit.prompt)
+        self.num_samples += live.submit.sampling.n
 
     def remove(self, live: Live) -> None:
         if live in self:
             del self._lives[live.order]
             del self._order[bisect_left(self._order, live.order)]
             self.num_tokens -= len(live.submit.prompt)
+            self.num_samples -= live.submit.sampling.n
 
     def offer(self, try_place: Callable[[Live], bool | None]) -> None:
         """Go through the queue in order. `try_place` says True: placed; False: does not fit; None: no matter.
@@ -67,3 +70,4 @@ class Waiting:
     def check(self) -> None:
         assert self._order == sorted(self._order) and set(self._order) == set(self._lives), self._order
         assert self.num_tokens == sum(len(live.submit.prompt) for live in self._lives.values()), self.num_tokens
+        assert self.num_samples == sum(live.submit.sampling.n for live in self._lives.values()), self.num_samples

@@ -7,6 +7,7 @@ status 0 is success, 2 is bad arguments or a machine that does not fit them, 1 i
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -148,5 +149,6 @@ def _refuse(message: str, status: int) -> int:
 
 
 def main() -> None:
-    """Console script."""
+    """Console script. Unless a command listens for it, SIGTERM unwinds, which ends whatever was started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(run())

@@ -42,14 +42,20 @@ def engine(json: JsonFile = None, quick: Quick = False, seed: Seed = 0, model: M
 
 
 @bench.command()
-def exactness(json: JsonFile = None, quick: Quick = False, seed: Seed = 0, model: Model = "smollm2-135m") -> None:
+def exactness(
+    json: JsonFile = None,
+    quick: Quick = False,
+    seed: Seed = 0,
+    base_url: BaseUrl = None,
+    model: Model = "smollm2-135m",
+) -> None:
     """Compare served tokens with what transformers generates.
 
     Example: pdserve bench exactness --quick --json exactness.json
     """
     from bench.report import BenchOptions
 
-    _run("bench.exactness", BenchOptions(json=json, is_quick=quick, seed=seed, model=model))
+    _run("bench.exactness", BenchOptions(json=json, is_quick=quick, seed=seed, base_url=base_url, model=model))
 
 
 @bench.command()

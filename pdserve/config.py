@@ -187,6 +187,7 @@ class FrontConfig:
     model_dir: str
     model_name: str  # as served
     max_model_len: int
+    max_choices: int  # of one request
     dtype: str
     listen_fd: int  # bound and listening, shared by all front ends
     seed: int  # of the seeds drawn for requests that name none

@@ -106,6 +106,8 @@ def _named(names: Sequence[str], pools: PoolOptions, cores: Sequence[int], num_g
     num_workers = pools.prefill + pools.decode
     unique = list(dict.fromkeys(names))
     highest = max((int(name[4:]) for name in unique if name.startswith("cpu:")), default=-1)
+    if pools.cpu_slots is None and highest >= len(cores):
+        raise ConfigError(f"--devices names cpu:{highest}, but there are {len(cores)} cores, counted from 0")
     slots = _cpu(pools.cpu_slots or max(highest + 1, min(len(unique), len(cores))), cores) if highest >= 0 else []
     devices = []
     for name in unique:

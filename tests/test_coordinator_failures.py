@@ -132,7 +132,9 @@ def test_samples_that_have_parted_cannot_be_continued_and_say_so():
     stage.landed(decode, key)
     stage.tokens(decode, key, 7, 11, sample=0)
     stage.step(WorkerLost(decode, "killed"))
-    assert stage.ended().outcome == "failed" and "2 samples had already parted" in stage.ended().message
+    ended = stage.ended()
+    assert ended.outcome == "failed" and "2 samples had already parted" in ended.message
+    assert (ended.status, ended.code) == (503, "not_resumable") and ended.retry_after_s > 0
 
 
 @pytest.mark.parametrize("kind", ["kv_unreadable", "owner_lost", "handoff_timeout", "refused", "internal"])

@@ -229,6 +229,22 @@ def test_a_full_queue_refuses_with_retry_after():
     assert stage.ended(4).retry_after_s >= 1 and stage.ended(3) is None
 
 
+def test_every_sample_of_a_waiting_request_counts():
+    stage = Stage(max_batched_tokens=3, max_queued_requests=4)
+    for ticket, n in ((1, 1), (2, 3), (3, 2), (4, 1), (5, 1)):
+        stage.submit(ticket, n=n)
+    assert [ticket for ticket in range(1, 6) if stage.ended(ticket)] == [3, 5]
+    assert stage.ended(3).status == 429
+
+
+def test_more_samples_than_a_decode_worker_runs_are_the_caller_s_fault():
+    stage = Stage(running=3)
+    stage.submit(1, n=4)
+    assert (stage.ended(1).status, stage.ended(1).code) == (400, "invalid_value")
+    stage.submit(2, n=4, max_tokens=1)
+    assert stage.ended(2) is None
+
+
 def test_queued_tokens_are_bounded_but_one_request_may_always_wait():
     stage = Stage(max_batched_tokens=3, max_queued_tokens=10)
     stage.submit(1)

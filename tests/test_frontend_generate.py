@@ -301,6 +301,13 @@ async def test_an_unreachable_core_is_a_503(bench):
 
 
 @in_loop
+async def test_a_core_that_is_back_in_a_moment_is_waited_for(bench):
+    bench.core.is_connected = False
+    asyncio.get_running_loop().call_later(0.05, setattr, bench.core, "is_connected", True)
+    assert (await bench.complete()).status == 200
+
+
+@in_loop
 async def test_what_the_pools_could_never_hold_is_refused_before_any_work(bench):
     bench.core.pools = {"max_request_tokens": 40}
     await bench.complete(max_tokens=2)

@@ -80,7 +80,9 @@ def test_every_prompt_has_the_same_sampling():
 
 def test_a_prompt_with_far_too_many_characters_is_refused_without_tokenizing_it():
     class Untouchable:
-        chars_per_token = 13
+        def least_tokens(self, text, *, limit):
+            assert (len(text), limit) == (128 * 13 + 1, 128)
+            return 129
 
         def encode_prompt(self, text):
             raise AssertionError("tokenized")

@@ -49,6 +49,32 @@ def test_no_token_covers_more_characters_than_said():
     assert PIECES.chars_per_token == 4 * len("\u2581hello")
 
 
+def test_text_that_may_fit_is_left_to_the_tokenizer():
+    assert BYTES.least_tokens("hello" * 10, limit=8) == 0
+    assert BYTES.least_tokens("", limit=8) == 0
+
+
+def test_more_characters_than_the_longest_tokens_could_cover_are_too_many_at_once():
+    assert BYTES.least_tokens("x" * (8 * BYTES.chars_per_token + 1), limit=8) == 9
+
+
+def test_of_a_long_text_only_a_beginning_is_tokenized(monkeypatch):
+    definition = byte_level()
+    definition["added_tokens"][1]["rstrip"] = True
+    unbounded, text = TextTokenizer(definition), "0 1 2 3 " * 1000
+    seen = []
+    real = unbounded.encode
+    monkeypatch.setattr(unbounded, "encode", lambda part: seen.append(len(part)) or real(part))
+    assert 16 < unbounded.least_tokens(text, limit=16) <= len(real(text))
+    assert seen == [16 * 12]
+
+
+def test_a_long_text_of_long_tokens_is_left_to_the_tokenizer(monkeypatch):
+    monkeypatch.setattr(BYTES, "encode", lambda part: [7] * (len(part) // 8))
+    monkeypatch.setattr(BYTES, "chars_per_token", None)
+    assert BYTES.least_tokens("x" * 10_000, limit=16) == 0
+
+
 def test_a_tokenizer_that_swallows_text_has_no_such_bound():
     definition = byte_level()
     definition["added_tokens"][1]["rstrip"] = True

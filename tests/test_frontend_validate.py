@@ -1,5 +1,6 @@
 """What a client may send: one test for each rule about fields."""
 
+import dataclasses
 import math
 
 import pytest
@@ -313,7 +314,20 @@ def test_ids_outside_the_vocabulary_are_refused(ids):
 
 def test_more_prompts_than_the_limit_are_refused():
     assert len(completion(prompt=["a"] * 64).prompts) == 64
-    assert refused(completion, prompt=["a"] * 65).param == "prompt"
+    error = refused(completion, prompt=["a"] * 65)
+    assert (error.param, error.code) == ("prompt", "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"prompt": ["a"] * 5}, "prompt"), ({"prompt": ["a"] * 2, "n": 3}, "prompt"), ({"n": 5}, "n")],
+)
+def test_more_choices_than_the_server_ever_queues_are_the_caller_s_fault(fields, param):
+    few = dataclasses.replace(MODEL, max_choices=4)
+    with pytest.raises(RequestError, match="at most 4") as caught:
+        parse("completion", {"model": "tiny", "prompt": "hi", **fields}, few)
+    assert (caught.value.param, caught.value.status) == (param, 400)
+    assert parse("completion", {"model": "tiny", "prompt": ["a"] * 2, "n": 2}, few).num_choices == 4
 
 
 def test_a_long_list_of_ids_is_refused_without_looking_at_them():
@@ -457,9 +471,14 @@ def test_a_latency_target_is_checked_and_said_to_be_ignored():
     assert completion(slo={"ttft_ms": 200, "tpot_ms": 50}).ignored == ("slo",)
 
 
-@pytest.mark.parametrize("slo", [5, [], {"ttft": 5}, {"ttft_ms": 0}, {"ttft_ms": True}, {"tpot_ms": "5"}])
-def test_a_latency_target_that_is_none_is_refused(slo):
+@pytest.mark.parametrize("slo", [5, [], {"ttft": 5}])
+def test_latency_targets_are_an_object_of_known_names(slo):
     assert refused(completion, slo=slo).param == "slo"
+
+
+@pytest.mark.parametrize("slo", [{"ttft_ms": 0}, {"ttft_ms": True}, {"tpot_ms": "5"}])
+def test_a_latency_target_that_is_none_is_refused_by_its_name(slo):
+    assert refused(completion, slo=slo).param == f"slo.{next(iter(slo))}"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -142,6 +143,12 @@ class CoreClient:
             raise ServiceError(message, status=503, code="not_ready", retry_after_s=1.0) from None
         finally:
             self._replies.pop(question.nonce, None)
+
+    async def wait_connected(self, patience_s: float) -> None:
+        """Until the core has answered; at most so long, for what is sent then says why it cannot be."""
+        end_s = time.monotonic() + patience_s
+        while not self.is_connected and time.monotonic() < end_s:
+            await asyncio.sleep(0.02)
 
     def submit(self, live: Live, submit: Submit) -> None:
         if not self.is_connected or not self._link.send(submit):

@@ -26,11 +26,13 @@ class FrontConfig:
     is_insecure: bool = False  # a bind beyond loopback without keys was asked for in so many words
     cors_origins: tuple[str, ...] = ()
     max_body_mb: float = 8.0
+    max_choices: int = 256  # of one request; more could never wait together
     max_preparing: int = 256  # requests being rendered and tokenized at once
     request_timeout_s: float = 600.0
     client_buffer_kb: int = 1024
     client_stall_timeout_s: float = 60.0
     ping_interval_s: float = 10.0
+    connect_patience_s: float = 2.0  # for a scheduler that is being replaced, before a request is refused
     ready_timeout_s: float = 2.0
     render_timeout_s: float = 2.0
     shutdown_timeout_s: float = 30.0  # running requests get this long after SIGTERM

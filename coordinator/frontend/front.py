@@ -38,6 +38,7 @@ class Front:
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             max_model_len=config.max_model_len,
+            max_choices=config.max_choices,
         )
         self.tokenizer = load_tokenizer(config.model_dir)
         self.template = load_chat_template(config.model_dir, self.tokenizer)

@@ -55,7 +55,6 @@ class Generate:
     async def _serve(self, parsed: Parsed, call: _Call) -> None:
         front = self._front
         prepared = await front.prepare(parsed)
-        call.presence.check()
         if front.is_leaving:
             raise leaving()
         tenant = tenant_of(header(call.scope, b"x-tenant"))
@@ -64,6 +63,8 @@ class Generate:
         generation = Generation(prepared, stop=parsed.stop, table=table, on_stop=front.client.stop_found)
         name = _ID_PREFIX[self._kind] + secrets.token_hex(12)
         shape = Shape(id=name, created=int(time.time()), parsed=parsed, table=table)
+        await front.client.wait_connected(front.config.connect_patience_s)
+        call.presence.check()
         async with front.client.open(submits) as live:
             call.presence.on_leave(live.interrupt)
             if parsed.is_stream:

@@ -41,6 +41,7 @@ def front_config(told: shared.FrontConfig) -> FrontConfig:
         api_keys=read_api_keys(http.api_key_file) if http.api_key_file else (),
         is_insecure=http.insecure,
         cors_origins=(http.cors_origin,) if http.cors_origin else (),
+        max_choices=told.max_choices,
         max_body_mb=http.max_body_mb,
         request_timeout_s=told.timeouts.request_timeout_s,
         client_buffer_kb=http.client_buffer_kb,

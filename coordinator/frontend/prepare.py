@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from coordinator.frontend.chat import ChatTemplate
 from coordinator.frontend.context import fit, too_long
-from coordinator.frontend.prompts import Prompt
+from coordinator.frontend.prompts import Message, Prompt
 from coordinator.frontend.tokenizer import TextTokenizer
 from coordinator.frontend.validate import Parsed
 from pdserve.errors import RequestError
@@ -39,6 +39,17 @@ def seed_source(seed: int | None) -> Callable[[], int]:
     return lambda: generator.getrandbits(64)
 
 
+def joined(messages: Sequence[Message]) -> str:
+    """The text of messages, in order; templates may strip each, and add more than that."""
+    return "".join(message["content"].strip() for message in messages)
+
+
+def refuse_too_long(tokenizer: TextTokenizer, text: str, limit: int, param: str) -> None:
+    """Refuse what cannot fit before tokenizing all of it."""
+    if least := tokenizer.least_tokens(text, limit=limit):
+        raise too_long(limit=limit, num_prompt=f"at least {least} ({len(text)} characters)", param=param)
+
+
 class Preparer:
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate, *, vocab_size: int, limit_s: float) -> None:
         self._tokenizer = tokenizer
@@ -56,8 +67,7 @@ class Preparer:
         """`limit` is the most tokens a request can ever have, prompt and output together."""
         param = "messages" if parsed.kind == "chat" else "prompt"
         if parsed.kind == "chat":
-            num_chars = sum(len(message["content"]) for message in parsed.messages)
-            self._check_chars(num_chars, limit, param)
+            refuse_too_long(self._tokenizer, joined(parsed.messages), limit, param)
             prompts: list[Sequence[int]] = [self._template.encode(parsed.messages, limit_s=self._limit_s)]
         else:
             prompts = [self._encode(prompt, limit) for prompt in parsed.prompts]
@@ -66,15 +76,8 @@ class Preparer:
     def _encode(self, prompt: Prompt, limit: int) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
-        self._check_chars(len(prompt), limit, "prompt")
+        refuse_too_long(self._tokenizer, prompt, limit, "prompt")
         return self._tokenizer.encode_prompt(prompt)
-
-    def _check_chars(self, num_chars: int, limit: int, param: str) -> None:
-        """Refuse what cannot fit however it is tokenized, before tokenizing it."""
-        most = self._tokenizer.chars_per_token
-        if most is not None and num_chars > limit * most:
-            least = f"at least {num_chars // most + 1} ({num_chars} characters)"
-            raise too_long(limit=limit, num_prompt=least, param=param)
 
     def _complete(self, prompt: tuple[int, ...], parsed: Parsed, *, limit: int, seed: int, param: str) -> Prepared:
         if not prompt:

@@ -35,7 +35,8 @@ def read_prompts(fields: Fields, *, vocab_size: int, max_model_len: int) -> tupl
     if not isinstance(value[0], (str, list)):
         return (_ids_prompt(value, vocab_size, max_model_len),)
     if len(value) > MAX_PROMPTS:
-        raise RequestError(f"'prompt' has {len(value)} entries; at most {MAX_PROMPTS} are served", param="prompt")
+        message = f"'prompt' has {len(value)} entries; at most {MAX_PROMPTS} are served"
+        raise RequestError(message, param="prompt", code="invalid_value")
     kind = type(value[0])
     if not all(type(item) is kind for item in value):
         raise RequestError("'prompt' mixes text and token ids; give one kind", param="prompt", code="invalid_value")

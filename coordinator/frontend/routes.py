@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
-from coordinator.frontend.context import too_long
 from coordinator.frontend.envelope import ClientLeftError, ServiceError
 from coordinator.frontend.fields import Fields, refuse
 from coordinator.frontend.front import Front
 from coordinator.frontend.http import Receive, Scope, Send, read_json, send_bytes, send_error, send_json
 from coordinator.frontend.metrics import CONTENT_TYPE
+from coordinator.frontend.prepare import joined, refuse_too_long
 from coordinator.frontend.prompts import read_messages
 from coordinator.frontend.validate import read_model, unknown_model
 from pdserve.errors import PDServeError, RequestError
@@ -96,20 +97,26 @@ class Routes:
         read_model(fields, front.model, is_required=False)
         if fields.value("messages") is not None:
             messages = read_messages(fields, max_model_len=front.config.max_model_len)
-            self._check_chars(sum(len(message["content"]) for message in messages), "messages")
-            tokens = await front.in_thread(
-                lambda: front.template.encode(messages, limit_s=front.config.render_timeout_s)
-            )
+            name, text = "messages", joined(messages)
+
+            def encode() -> list[int]:
+                return front.template.encode(messages, limit_s=front.config.render_timeout_s)
         else:
             name = "content" if fields.value("content") is not None else "prompt"
-            text = fields.text(name, front.config.max_body_bytes)
-            if text is None:
+            given = fields.text(name, front.config.max_body_bytes)
+            if given is None:
                 raise RequestError("'prompt' is required", param="prompt", code="missing_required_parameter")
-            self._check_chars(len(text), name)
+            text = given
             adds_prefix = _adds_prefix(fields, default=name == "prompt")
-            encode = front.tokenizer.encode_prompt if adds_prefix else front.tokenizer.encode
-            tokens = await front.in_thread(lambda: encode(text))
-        return {"count": len(tokens), "max_model_len": front.config.max_model_len, "tokens": tokens}
+            encode = partial(front.tokenizer.encode_prompt if adds_prefix else front.tokenizer.encode, text)
+        limit = front.config.max_model_len
+
+        def checked() -> list[int]:
+            refuse_too_long(front.tokenizer, text, limit, name)
+            return encode()
+
+        tokens = await front.in_thread(checked)
+        return {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
 
     async def detokenize(self, fields: Fields) -> dict[str, Any]:
         front = self._front
@@ -120,11 +127,6 @@ class Routes:
         tokens = fields.token_ids("tokens", vocab_size=front.config.vocab_size, max_items=most)
         text = front.tokenizer.spell(list(tokens))
         return {"prompt": text, "content": text}
-
-    def _check_chars(self, num_chars: int, param: str) -> None:
-        most, limit = self._front.tokenizer.chars_per_token, self._front.config.max_model_len
-        if most is not None and num_chars > most * limit:
-            raise too_long(limit=limit, num_prompt=f"at least {num_chars // most + 1}", param=param)
 
     def _model(self, name: str) -> dict[str, Any]:
         length = self._front.config.max_model_len

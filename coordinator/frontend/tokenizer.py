@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 from coordinator.frontend.detokenizer import TokenTable, decode_all
 from pdserve.errors import ModelError
 
+_USUAL_CHARS = 12  # of a token: few texts have more, on average
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlToken:
@@ -54,6 +56,19 @@ class TextTokenizer:
     def encode_plain(self, text: str, *, is_first: bool) -> list[int]:
         """Control tokens are text like any other. `is_first`: nothing comes before this text."""
         return _ids(self._plain if is_first else self._plain_rest, text, adds_prefix=False)
+
+    def least_tokens(self, text: str, *, limit: int) -> int:
+        """More than `limit` when `text` surely has more, without tokenizing all of it; else 0.
+
+        Two bounds: no token covers more than so many characters; and a beginning that alone has twice the limit is not
+        brought under it by what follows, since what follows changes the tokens of the last word or so only.
+        """
+        if self.chars_per_token is not None and len(text) > limit * self.chars_per_token:
+            return len(text) // self.chars_per_token + 1
+        if len(text) <= 2 * limit * _USUAL_CHARS:
+            return 0
+        num_tokens = len(self.encode(text[: limit * _USUAL_CHARS]))
+        return num_tokens // 2 if num_tokens > 2 * limit + 1 else 0
 
     def decode(self, tokens: list[int]) -> str:
         return decode_all(self.table, tokens)

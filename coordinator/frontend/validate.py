@@ -35,6 +35,7 @@ class Model:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    max_choices: int = 2**31  # more than this could never wait together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ def parse(kind: Kind, body: dict[str, Any], model: Model) -> Parsed:
     if max_tokens is not None and sampling.min_tokens > max_tokens:
         message = f"'min_tokens' is {sampling.min_tokens}, more than '{max_tokens_name}', which is {max_tokens}"
         raise RequestError(message, param="min_tokens", code="invalid_value")
+    _check_choices(max(len(prompts), 1), sampling.n, model.max_choices)
     is_stream = fields.boolean("stream")
     includes_usage = _stream_options(fields, is_stream)
     has_slo = _check_slo(fields)
@@ -95,6 +97,13 @@ def parse(kind: Kind, body: dict[str, Any], model: Model) -> Parsed:
         salt=fields.text("cache_salt", MAX_SALT_CHARS) or "",
         ignored=fields.unasked() + (("slo",) if has_slo else ()),
     )
+
+
+def _check_choices(num_prompts: int, n: int, most: int) -> None:
+    if num_prompts * n > most:
+        asked = f"{num_prompts} prompts" if n == 1 else f"{num_prompts} prompts with 'n' {n}"
+        message = f"{asked} are {num_prompts * n} choices; this server queues at most {most} (--max-queued-requests)"
+        raise RequestError(message, param="n" if num_prompts == 1 else "prompt", code="invalid_value")
 
 
 def read_model(fields: Fields, model: Model, *, is_required: bool = True) -> str:
@@ -162,7 +171,9 @@ def _chat_logprobs(fields: Fields) -> int:
 
 def _completion_logprobs(fields: Fields) -> int:
     if fields.value("top_logprobs") is not None:
-        raise RequestError("'top_logprobs' is for chat; completions take 'logprobs': n", param="top_logprobs")
+        raise RequestError(
+            "'top_logprobs' is for chat; completions take 'logprobs': n", param="top_logprobs", code="invalid_value"
+        )
     count = fields.integer("logprobs", 0, MAX_LOGPROBS)
     return -1 if count is None else count
 
@@ -211,7 +222,7 @@ def _check_slo(fields: Fields) -> bool:
         return False
     if not isinstance(value, dict) or not value.keys() <= {"ttft_ms", "tpot_ms"}:
         raise refuse("slo", "an object of ttft_ms and tpot_ms", value)
-    for bound in value.values():
+    for name, bound in value.items():
         if bound is not None:
-            check_number("slo", bound, 0.001, 1e9)
+            check_number(f"slo.{name}", bound, 0.001, 1e9)
     return True

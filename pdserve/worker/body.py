@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ HEARTBEAT_S = 0.5
 REPORT_EVERY_S = 0.5
 LONGEST_WAIT_S = 1.0
 TURN_DEADLINE_S = 5.0
+UNHEARD_S = 10.0  # a coordinator that has not answered is named this often
 SLOWDOWN = 20.0  # a step may take this many times what the start-up measurement predicts
 
 
@@ -136,6 +138,7 @@ class _Loop:
         self._vitals = vitals
         self._next_report_s = 0.0
         self._num_events = 0
+        self._complain_s = time.monotonic() + UNHEARD_S
 
     def run(self, is_over: list[bool]) -> bool:
         """True: told to leave; False: this epoch is dead, or the process is asked to end."""
@@ -177,6 +180,9 @@ class _Loop:
         if now_s < self._next_report_s:
             return
         self._next_report_s = now_s + REPORT_EVERY_S
+        if now_s >= self._complain_s and not self._control.is_known:
+            self._complain_s = now_s + UNHEARD_S
+            print(f"still waiting for the coordinator at {self._control.endpoint}", file=sys.stderr, flush=True)
         life = self._life
         self._vitals.update(
             held=tuple(life.held()),

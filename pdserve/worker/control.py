@@ -17,6 +17,7 @@ from pdserve.messages import Key, Stamp, StepReport, TokenOut
 
 class Control:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, epoch: str) -> None:
+        self.endpoint = endpoint
         self._link = Link(context, endpoint, epoch)
         self._tokens: list[TokenOut] = []
         self._stamps: list[Stamp] = []
