@@ -26,13 +26,13 @@ def template(source=CHATML, tokenizer=TOKENIZER, **variables):
 
 def encode(source, *messages, tokenizer=TOKENIZER, **variables):
     turns = [{"role": role, "content": content} for role, content in messages]
-    return template(source, tokenizer, **variables).encode(turns, limit_s=5)
+    return template(source, tokenizer, **variables).encode(turns, limit=4096, limit_s=5)
 
 
 def refusal(source, *messages, limit_s=5.0):
     with pytest.raises(RequestError) as caught:
         turns = [{"role": role, "content": content} for role, content in messages]
-        template(source).encode(turns, limit_s=limit_s)
+        template(source).encode(turns, limit=4096, limit_s=limit_s)
     return caught.value
 
 
@@ -224,7 +224,7 @@ def test_ids_equal_those_of_transformers(tmp_path):
     messages = [{"role": "user", "content": "hello  world\n\té 삼겹살 "}, {"role": "assistant", "content": ""}]
     expected = theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
     ids = expected["input_ids"] if not isinstance(expected, list) else expected
-    assert load_chat_template(folder, TOKENIZER).encode(messages, limit_s=5) == ids
+    assert load_chat_template(folder, TOKENIZER).encode(messages, limit=4096, limit_s=5) == ids
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +239,7 @@ def test_ids_of_the_default_model_equal_those_that_transformers_made(default_mod
     tokenizer = load_tokenizer(default_model)
     chat = load_chat_template(default_model, tokenizer)
     for messages, ids in json.loads(VECTORS.read_text()):
-        assert chat.encode(messages, limit_s=5) == ids
+        assert chat.encode(messages, limit=4096, limit_s=5) == ids
 
 
 def test_the_default_model_s_tokens_and_turns_are_as_published(default_model):
@@ -248,4 +248,11 @@ def test_the_default_model_s_tokens_and_turns_are_as_published(default_model):
     assert tokenizer.num_tokens == 49152
     assert [control.text for control in tokenizer.controls[:3]] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert tokenizer.encode_prompt("Hi")[0] > 2  # no token is put first
-    assert chat.encode([{"role": "user", "content": FORGED}], limit_s=5).count(1) == 3
+    assert chat.encode([{"role": "user", "content": FORGED}], limit=4096, limit_s=5).count(1) == 3
+
+
+def test_a_chat_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch):
+    monkeypatch.setattr(TOKENIZER, "encode", lambda text: 1 / 0)
+    with pytest.raises(RequestError, match="at least") as caught:
+        template(CHATML).encode([{"role": "user", "content": " " * 10_000}], limit=64, limit_s=5)
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")

@@ -17,6 +17,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from coordinator.frontend.context import refuse_too_long
 from coordinator.frontend.deadline import TimeLimitError, within
 from coordinator.frontend.tokenizer import TextTokenizer, control_pattern
 from pdserve.errors import ModelError, RequestError
@@ -34,10 +35,15 @@ class ChatTemplate:
         self._pattern = control_pattern(controls)
         self._template = None if source is None else _compile(source)
 
-    def encode(self, messages: Sequence[Message], *, limit_s: float) -> list[int]:
-        """The prompt's ids. Raises RequestError when the template refuses, fails or takes longer than `limit_s`."""
+    def encode(self, messages: Sequence[Message], *, limit: int, limit_s: float) -> list[int]:
+        """The prompt's ids.
+
+        Raises RequestError when the template refuses, fails or takes longer than `limit_s`, or when what it wrote
+        surely has more tokens than `limit`; what only turns out to have more is returned.
+        """
         guarded, mark = self._guard(messages)
         text = self.render(guarded, limit_s=limit_s)
+        refuse_too_long(self._tokenizer, text, limit, "messages")
         return self._tokenizer.encode(text) if mark is None else self._encode_marked(text, mark)
 
     def render(self, messages: Sequence[Message], *, limit_s: float) -> str:

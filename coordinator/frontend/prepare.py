@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coordinator.frontend.chat import ChatTemplate
-from coordinator.frontend.context import fit, too_long
-from coordinator.frontend.prompts import Message, Prompt
+from coordinator.frontend.context import fit, refuse_too_long
+from coordinator.frontend.prompts import Prompt
 from coordinator.frontend.tokenizer import TextTokenizer
 from coordinator.frontend.validate import Parsed
 from pdserve.errors import RequestError
@@ -39,17 +39,6 @@ def seed_source(seed: int | None) -> Callable[[], int]:
     return lambda: generator.getrandbits(64)
 
 
-def joined(messages: Sequence[Message]) -> str:
-    """The text of messages, in order; templates may strip each, and add more than that."""
-    return "".join(message["content"].strip() for message in messages)
-
-
-def refuse_too_long(tokenizer: TextTokenizer, text: str, limit: int, param: str) -> None:
-    """Refuse what cannot fit before tokenizing all of it."""
-    if least := tokenizer.least_tokens(text, limit=limit):
-        raise too_long(limit=limit, num_prompt=f"at least {least} ({len(text)} characters)", param=param)
-
-
 class Preparer:
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate, *, vocab_size: int, limit_s: float) -> None:
         self._tokenizer = tokenizer
@@ -67,8 +56,7 @@ class Preparer:
         """`limit` is the most tokens a request can ever have, prompt and output together."""
         param = "messages" if parsed.kind == "chat" else "prompt"
         if parsed.kind == "chat":
-            refuse_too_long(self._tokenizer, joined(parsed.messages), limit, param)
-            prompts: list[Sequence[int]] = [self._template.encode(parsed.messages, limit_s=self._limit_s)]
+            prompts: list[Sequence[int]] = [self._template.encode(parsed.messages, limit=limit, limit_s=self._limit_s)]
         else:
             prompts = [self._encode(prompt, limit) for prompt in parsed.prompts]
         return tuple(self._complete(tuple(prompt), parsed, limit=limit, seed=seed, param=param) for prompt in prompts)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
+from coordinator.frontend.context import refuse_too_long
 from coordinator.frontend.envelope import ClientLeftError, ServiceError
 from coordinator.frontend.fields import Fields, refuse
 from coordinator.frontend.front import Front
 from coordinator.frontend.http import Receive, Scope, Send, read_json, send_bytes, send_error, send_json
 from coordinator.frontend.metrics import CONTENT_TYPE
-from coordinator.frontend.prepare import joined, refuse_too_long
 from coordinator.frontend.prompts import read_messages
 from coordinator.frontend.validate import read_model, unknown_model
 from pdserve.errors import PDServeError, RequestError
@@ -94,28 +93,25 @@ class Routes:
 
     async def tokenize(self, fields: Fields) -> dict[str, Any]:
         front = self._front
+        limit = front.config.max_model_len
         read_model(fields, front.model, is_required=False)
         if fields.value("messages") is not None:
-            messages = read_messages(fields, max_model_len=front.config.max_model_len)
-            name, text = "messages", joined(messages)
-
-            def encode() -> list[int]:
-                return front.template.encode(messages, limit_s=front.config.render_timeout_s)
+            messages = read_messages(fields, max_model_len=limit)
+            limit_s = front.config.render_timeout_s
+            tokens = await front.in_thread(lambda: front.template.encode(messages, limit=limit, limit_s=limit_s))
         else:
             name = "content" if fields.value("content") is not None else "prompt"
             given = fields.text(name, front.config.max_body_bytes)
             if given is None:
                 raise RequestError("'prompt' is required", param="prompt", code="missing_required_parameter")
-            text = given
+            text: str = given
             adds_prefix = _adds_prefix(fields, default=name == "prompt")
-            encode = partial(front.tokenizer.encode_prompt if adds_prefix else front.tokenizer.encode, text)
-        limit = front.config.max_model_len
 
-        def checked() -> list[int]:
-            refuse_too_long(front.tokenizer, text, limit, name)
-            return encode()
+            def encode() -> list[int]:
+                refuse_too_long(front.tokenizer, text, limit, name)
+                return front.tokenizer.encode_prompt(text) if adds_prefix else front.tokenizer.encode(text)
 
-        tokens = await front.in_thread(checked)
+            tokens = await front.in_thread(encode)
         return {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
 
     async def detokenize(self, fields: Fields) -> dict[str, Any]:
