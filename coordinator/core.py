@@ -131,8 +131,14 @@ class Core:
             self._lose(epoch, reason, now_s)
         for epoch in [epoch for epoch in self._fronts if self._hub.silent_s(epoch) > FRONT_SILENCE_S]:
             self._front_lost(epoch, now_s)
+        for epoch in self._hub.peers():  # refused, and now gone
+            if not self._is_peer(epoch) and self._hub.silent_s(epoch) > FRONT_SILENCE_S:
+                self._hub.forget(epoch)
         for reply in self._probes.overdue(now_s):
             self._reply(reply)
+
+    def _is_peer(self, epoch: str) -> bool:
+        return epoch in self._fronts or epoch == self._supervisor or self._machine.is_known(epoch)
 
     def _front_lost(self, epoch: str, now_s: float) -> None:
         del self._fronts[epoch]

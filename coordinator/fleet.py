@@ -99,7 +99,7 @@ class Fleet:
                 self._has_ended(member, code, now_s)
             elif member.process is not None and member.kill_at_s is not None and now_s >= member.kill_at_s:
                 member.process.send_signal(signal.SIGKILL)
-            elif member.process is None and member.restart_at_s is not None and now_s >= member.restart_at_s:
+            elif member.process is None and not member.is_leaving and now_s >= (member.restart_at_s or 0.0):
                 self._start(member, now_s)
         return ended
 
@@ -112,6 +112,10 @@ class Fleet:
         if (member := self.members.get(name)) is not None:
             member.kill_at_s = None
             member.quick_deaths = 0
+
+    def is_leaving(self, name: str) -> bool:
+        member = self.members.get(name)
+        return member is not None and member.is_leaving
 
     def signal_all(self, number: int) -> None:
         for member in self.members.values():

@@ -39,6 +39,7 @@ class Placement:
     decode_name: str
     num_tokens: int  # to prefill: prompt, and what was generated before
     num_uncached: int  # of those, as far as the core knew
+    num_cached: int = 0  # of those, as its worker found
     prefill_blocks: int
     decode_blocks: int  # at landing
     is_prefilled: bool = False  # the token after `num_tokens` was sampled

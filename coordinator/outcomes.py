@@ -39,8 +39,8 @@ def pool_empty(world: World, message: str) -> Outcome:
     return failed(message, code="no_worker", status=503, retry_after_s=max(5.0, world.retry_after_s()))
 
 
-def end_sample(world: World, live: Live, sample: Sample, reason: FinishReason) -> None:
-    """No more tokens of this sample; the others go on."""
+def end_sample(world: World, live: Live, sample: Sample, reason: FinishReason, *, is_timed: bool = True) -> None:
+    """No more tokens of this sample; the others go on. Not `is_timed`: its last token's time is not known."""
     sample.reason = reason
     num_generated = len(sample.tokens)
     world.forecast.observe(num_generated)
@@ -49,17 +49,17 @@ def end_sample(world: World, live: Live, sample: Sample, reason: FinishReason) -
         live.front,
         SampleEnded(ticket=live.submit.ticket, sample=sample.index, reason=reason, num_generated=num_generated),
     )
-    if num_generated > 1:
+    if num_generated > 1 and is_timed:
         world.tally.observe("pdserve_tpot_seconds", (sample.last_ns - sample.first_ns) / 1e9 / (num_generated - 1))
 
 
-def drop_sample(world: World, live: Live, sample: Sample) -> None:
-    """Tell the decode worker that a sample is over, if others are not and it may not know."""
+def drop_sample(world: World, live: Live, sample: Sample, num_generated: int | None = None) -> None:
+    """Tell the decode worker that a sample is over, if others are not and it may not know; all its tokens count."""
     placement = live.placement
     if placement and placement.decode and not live.is_over:
         world.send(
             placement.decode,
-            DropSample(key=placement.key, sample=sample.index, num_generated=len(sample.tokens)),
+            DropSample(key=placement.key, sample=sample.index, num_generated=num_generated or len(sample.tokens)),
         )
 
 

@@ -180,6 +180,8 @@ class Supervisor:
         elif isinstance(message, WorkerState):
             if message.state == "ready":
                 self._fleet.recovered(message.worker)
+                if self._fleet.is_leaving(message.worker):  # it was still loading when it was told
+                    self._link.send(DrainWorker(worker=message.worker))
             elif message.state == "suspect":
                 _say(f"{message.worker} is suspect: {message.reason}")
                 hang_timeout_s = self._prepared.config.timeouts.hang_timeout_s

@@ -31,6 +31,7 @@ class Tokens:
             live = self._world.lives.placed(token.key)
             if live is None or live.placement is None or worker.epoch not in live.placement.workers:
                 self._world.ignore("old_attempt")
+                self._discard(1)
             elif not 0 <= token.sample < len(live.samples):
                 self._world.ignore("unknown_sample")
             else:
@@ -43,13 +44,16 @@ class Tokens:
     def stop(self, live: Live, message: StopFound) -> None:
         """The front end found a stop string; what was accepted beyond it is no output."""
         sample = live.samples[message.sample] if 0 <= message.sample < len(live.samples) else None
+        if sample is not None and sample.is_over and 1 <= message.num_generated < len(sample.tokens):
+            drop_sample(self._world, live, sample, message.num_generated)  # nothing of its overrun is kept
         if sample is None or sample.is_over or not 1 <= message.num_generated <= len(sample.tokens):
             self._world.ignore("late_stop")
             return
-        self._discard(len(sample.tokens) - message.num_generated)
+        num_over = len(sample.tokens) - message.num_generated
+        self._discard(num_over)
         del sample.tokens[message.num_generated :]
-        end_sample(self._world, live, sample, "stop")
-        drop_sample(self._world, live, sample)
+        drop_sample(self._world, live, sample)  # before it is over: the worker keeps nothing of the overrun
+        end_sample(self._world, live, sample, "stop", is_timed=not num_over)
         if live.is_over:
             end(self._world, live, FINISHED)
 
@@ -64,6 +68,7 @@ class Tokens:
             return
         live.clock.stamp(stamp.name, stamp.time_ns, world.now_ns)
         if stamp.name == phases.PREFILL_STARTED:
+            live.placement.num_cached = min(stamp.value, live.placement.num_tokens)
             if not any(sample.tokens for sample in live.samples):
                 live.num_cached = min(stamp.value, live.num_prompt)
         elif stamp.name == phases.FIRST_TOKEN_READY:
@@ -142,9 +147,6 @@ class Tokens:
     def _let_start(self, live: Live, placement: Placement, token: TokenOut) -> None:
         start = Start(key=placement.key, sample=token.sample, position=token.position, token=token.token)
         self._world.send(placement.decode, start)
-        if placement.prefill and not placement.is_landed and placement.landing_due_s is None:
-            placement.landing_due_s = self._world.now_s + self._world.limits.handoff_wait_s
-            self._world.timers.push(live)
 
     def _conclude(self, live: Live) -> bool:
         """End the request if all its samples are over."""
@@ -158,9 +160,12 @@ class Tokens:
         if worker.epoch == computing and self._world.ledger.prefilled(computing, placement.key):
             self._world.make_room()
             seconds = live.clock.seconds(phases.PREFILL_STARTED, phases.FIRST_TOKEN_READY)
-            worker.learn_prefill(placement.num_uncached, seconds or 0.0)
+            worker.learn_prefill(placement.num_tokens - placement.num_cached, seconds or 0.0)
         if not placement.prefill:
             self._landed(live, placement)
+        elif placement.decode and not placement.is_landed and placement.landing_due_s is None:
+            placement.landing_due_s = self._world.now_s + self._world.limits.handoff_wait_s
+            self._world.timers.push(live)
 
     def _landed(self, live: Live, placement: Placement) -> None:
         if placement.is_landed:

@@ -25,6 +25,7 @@ from pdserve.messages import Key, PeerInfo, Published, ReleaseLease, Renew
 
 EARLY_AT_MOST = 4096  # publications kept for requests that have no blocks here yet
 EARLY_FOR_S = 60.0
+LINK_PATIENCE_S = 3.0  # for a link that is being opened, before a landing gives up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,8 @@ class Landings:
         self._waiting: dict[Key, list[BlockRead]] = {}  # reads that wait for a link
         self._early: dict[Key, tuple[float, list[Published]]] = {}
         self._dropped: OrderedDict[Key, None] = OrderedDict()  # of late: whoever still publishes is told so
-        self._started: list[Key] = []
+        self._patient_until_s: dict[Key, float] = {}  # waits for a link
+        self._started: list[tuple[Key, int]] = []
         self._quiescent: list[Key] = []
         self._unwanted: set[Key] = set()  # abandoned by the node: no outcome, only quiescence
         self.rejected: Counter[str] = Counter()
@@ -118,7 +120,9 @@ class Landings:
 
     def advance(self, now_s: float, budget_s: float) -> list[Outcome]:
         """Hear publications, move bytes for about `budget_s`, and say which landings are over."""
-        for owner in self._owners.values():
+        for epoch, owner in list(self._owners.items()):
+            if owner.link.is_stale:
+                self._reconnect(epoch, owner)
             for message in owner.link.receive():
                 if isinstance(message, Published):
                     self._hear(owner, message, now_s)
@@ -134,16 +138,20 @@ class Landings:
                 outcomes.append(outcome)
         return outcomes
 
-    def renew(self, now_s: float) -> None:
-        """One message per owner for all leases still needed; also forgets publications nobody came for."""
+    def renew(self, now_s: float, waiting: Sequence[tuple[Key, str]] = ()) -> None:
+        """One message per owner for all leases still needed, those of `waiting` (key, owner) too.
+
+        Also forgets publications nobody came for.
+        """
+        wanted = [(landing.key, landing.owner) for landing in self._landings.values()]
         for epoch, owner in self._owners.items():
-            keys = tuple(landing.key for landing in self._landings.values() if landing.owner == epoch)
+            keys = tuple(key for key, of in (*wanted, *waiting) if of == epoch)
             if keys:
                 owner.link.send(Renew(keys=keys))
         for key in [key for key, (since_s, _) in self._early.items() if now_s > since_s + EARLY_FOR_S]:
             del self._early[key]
 
-    def take_started(self) -> list[Key]:
+    def take_started(self) -> list[tuple[Key, int]]:
         """Landings whose first read was posted since the last call."""
         started, self._started = self._started, []
         return started
@@ -173,6 +181,13 @@ class Landings:
 
     # inside
 
+    def _reconnect(self, epoch: str, owner: _Owner) -> None:
+        """The owner has forgotten us: what it published since is lost, so those landings begin anew."""
+        owner.link.close()
+        self._owners[epoch] = _Owner(owner.peer, Link(self._context, owner.peer.endpoint, self._epoch, remote=epoch))
+        for landing in [landing for landing in self._landings.values() if landing.owner == epoch]:
+            self._fail(landing, "owner_lost")
+
     def _hear(self, owner: _Owner, published: Published, now_s: float) -> None:
         landing = self._landings.get(published.key)
         if landing is not None:
@@ -194,11 +209,12 @@ class Landings:
             landing = self._landings[key]
             reader = self._connector.reader(landing.owner, now_s)
             if reader is None:
-                problem = self._connector.problem(landing.owner)
-                if problem != "opening":
+                if now_s >= self._patient_until_s.setdefault(key, now_s + LINK_PATIENCE_S):
                     self._fail(landing, "no_link")
                 continue
             del self._waiting[key]
+            self._patient_until_s.pop(key, None)
+            started_ns = time.monotonic_ns()
             try:
                 for read in reads:
                     reader.start(read)
@@ -206,7 +222,7 @@ class Landings:
                 self._fail(landing, error.reason)
                 continue
             if reads[0].read_id[-1:] == (1,):  # type: ignore[index]
-                self._started.append(key)
+                self._started.append((key, started_ns))
 
     def _move(self, budget_s: float) -> None:
         end_s = time.monotonic() + budget_s
@@ -224,6 +240,7 @@ class Landings:
     def _drain(self, landing: Landing) -> None:
         """Give up reads; those that no link has, or that their link has let go, are quiescent."""
         never_started = {read.read_id for read in self._waiting.pop(landing.key, [])}
+        self._patient_until_s.pop(landing.key, None)
         reader = next((reader for peer, reader in self.readers() if peer.epoch == landing.owner), None)
         for read_id in landing.outstanding:
             if read_id not in never_started and reader is not None:

@@ -115,15 +115,16 @@ class DecodeNode:
     def turn(self, now_s: float) -> bool:
         for key in list(self._asking):
             self._ask(key)
-        for outcome in self._landings.advance(now_s, self._slice_s):
+        outcomes = self._landings.advance(now_s, self._slice_s)
+        for key, time_ns in self._landings.take_started():  # a short read starts and ends in the same turn
+            self._control.stamp(key, phases.TRANSFER_STARTED, self._scheduler.cached_tokens(key), time_ns=time_ns)
+        for outcome in outcomes:
             self._landed(outcome)
-        for key in self._landings.take_started():
-            self._control.stamp(key, phases.TRANSFER_STARTED, self._scheduler.cached_tokens(key))
         for key in self._landings.take_quiescent():
             self._scheduler.quiescent(key)
         if now_s >= self._renew_at_s:
             self._renew_at_s = now_s + self._renew_every_s
-            self._landings.renew(now_s)
+            self._landings.renew(now_s, [(key, land.owner) for key, land in self._asking.items()])
         has_run = self._control.has_room and self._step(now_s)
         for key in self._scheduler.take_gone():
             self._gone(key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 RESEND_AFTER_S = 1.0
 RETRY_BLOCKED_S = 0.02
@@ -37,6 +38,7 @@ class Session:
         self._owed = 0  # frames received since the last acknowledgement left
         self._owed_since_s: float | None = None
         self._resend_at_s: float | None = None
+        self._resent_upto = 0  # while it recovers: the last sequence number sent again
         self.num_resent = 0
         self.num_ignored = 0
 
@@ -83,7 +85,8 @@ class Session:
         """Frames to send now: repeats of what was not acknowledged in time, or an acknowledgement owed."""
         if self._resend_at_s is not None and now_s >= self._resend_at_s:
             self._resend_at_s = now_s + RESEND_AFTER_S
-            again = [self._frame(seq, payload) for seq, payload in list(self._unacked)[:RESEND_AT_MOST]]
+            again = [self._frame(seq, payload) for seq, payload in islice(self._unacked, RESEND_AT_MOST)]
+            self._resent_upto = again[-1].sequence if again else 0
             self.num_resent += len(again)
             return again
         if self._owed_since_s is not None and (self._owed >= ACK_EVERY or now_s >= self._owed_since_s + ACK_AFTER_S):
@@ -113,4 +116,7 @@ class Session:
         if not self._unacked:
             self._resend_at_s = None
         elif has_progress:
-            self._resend_at_s = now_s + RESEND_AFTER_S
+            # behind a gap the receiver drops what is sent, so what follows a repeat has to be repeated too, at once
+            self._resend_at_s = now_s if upto == self._resent_upto else now_s + RESEND_AFTER_S
+        if upto > self._resent_upto:
+            self._resent_upto = 0

@@ -221,7 +221,7 @@ class PrefillNode:
         if job is None or job.is_complete or not job.prefill.reader:
             return
         computed, size = self._scheduler.publishable(key), self._blocks.block_size
-        if computed == job.published:
+        if computed <= job.published:
             return
         blocks = tuple(self._scheduler.table(key)[job.published // size : self._blocks.blocks_for(computed)])
         run = Run(

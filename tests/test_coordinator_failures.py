@@ -302,3 +302,19 @@ def test_a_promise_that_the_worker_has_forgotten_is_forgotten():
     beats(stage, "d0.1", count=6)
     assert stage.to("d0.1", Drop) == [Drop(key=key)]
     stage.nothing_leaked()
+
+
+def test_a_second_attempt_of_several_samples_has_a_hand_off_timeout_too():
+    stage = Stage(decode=2)
+    stage.submit(n=2)
+    decode, key = stage.prefill().reader, stage.prefill().key
+    for sample in (0, 1):
+        stage.tokens("p0.1", key, 6, 10 + sample, sample=sample)
+    stage.step(WorkerLost(decode, "killed"))
+    stage.released("p0.1", key)
+    again = stage.prefill().key
+    for sample in (0, 1):
+        stage.tokens("p0.1", again, 6, 10 + sample, sample=sample)
+    assert (stage.prefill().key.attempt, stage.ended()) == (2, None)
+    stage.wait(11)
+    assert stage.prefill().key.attempt == 3

@@ -6,6 +6,7 @@ import pytest
 from coordinator_stage import EOS, STOP_TOKEN, Stage
 
 from coordinator.events import FromWorker, FrontLost, Ignored, WorkerLost
+from pdserve import phases
 from pdserve.messages import Accepted, Drop, DropSample, Ended, Key, Land, Prefill, Start, StepReport, TokenOut
 
 
@@ -304,3 +305,54 @@ def test_an_operator_sees_where_every_request_is():
 
 def test_a_lost_worker_that_is_unknown_is_ignored():
     assert Stage().step(WorkerLost("x", "?")) == [Ignored("unknown_worker")]
+
+
+def test_a_worker_shortens_what_a_stop_string_cut_before_it_lets_go():
+    stage = Stage()
+    key = stage.decoding(max_tokens=50, stop=("x",))
+    stage.tokens("d0.1", key, 7, 1, 3, 4)
+    stage.found_stop(2)
+    kinds = [message for message in stage.sent["d0.1"] if isinstance(message, Drop | DropSample)]
+    assert kinds == [DropSample(key=key, sample=0, num_generated=2), Drop(key=key)]
+
+
+def test_a_stop_found_after_the_last_token_still_shortens_the_sample():
+    stage = Stage()
+    stage.submit(n=2, max_tokens=5, stop=("x",))
+    key = stage.prefill().key
+    for sample in (0, 1):
+        stage.tokens("p0.1", key, 6, 10, sample=sample)
+    stage.landed("d0.1", key)
+    stage.tokens("d0.1", key, 7, 1, 3, 4, 5, sample=0)
+    assert stage.found_stop(2, sample=0)[-1] == Ignored("late_stop")
+    assert stage.to("d0.1", DropSample) == [DropSample(key=key, sample=0, num_generated=2)]
+
+
+def test_tokens_that_come_after_the_end_count_as_discarded():
+    stage = Stage()
+    key = stage.decoding(max_tokens=50, stop=("x",))
+    stage.tokens("d0.1", key, 7, 1, 3)
+    stage.found_stop(2)
+    stage.tokens("d0.1", key, 9, 4, 5)
+    assert stage.machine.count("pdserve_discarded_tokens_total") == 3
+
+
+def test_the_time_between_tokens_is_not_judged_by_an_overrun():
+    stage = Stage()
+    key = stage.decoding(max_tokens=50, stop=("x",))
+    for index in range(5):
+        stage.now_s += 0.1
+        stage.tokens("d0.1", key, 7 + index, 20 + index)
+    stage.found_stop(3)
+    assert "pdserve_tpot_seconds_count 1" not in stage.machine.metrics_text()
+
+
+def test_the_prefill_rate_is_learned_from_what_was_computed_not_from_what_was_expected():
+    stage = Stage(pool=2000)
+    for ticket in (1, 2, 3, 4):
+        stage.submit(ticket, prompt=390)
+    for key in [message.key for message in stage.to("p0.1", Prefill)]:
+        stage.stamp("p0.1", key, phases.PREFILL_STARTED, 388)
+        stage.now_s += 0.005
+        stage.stamp("p0.1", key, phases.FIRST_TOKEN_READY)
+    assert stage.machine._world.workers.get("p0.1").prefill_rate < 1100

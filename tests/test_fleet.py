@@ -106,3 +106,21 @@ def test_scaling_down_a_worker_that_waits_for_its_restart_forgets_it(fleet, star
     assert fleet.members["prefill-0"].process is None
     assert fleet.scale("prefill", 0, 0.2) == []
     assert fleet.members == {}
+
+
+def test_a_worker_that_waits_for_its_restart_is_not_started_by_a_fleet_that_stops(fleet, started):
+    fleet.scale("decode", 1, 0.0)
+    for now_s in (0.1, 0.2):
+        started[-1][1].code = 1
+        fleet.tick(now_s)
+    count = len(started)
+    fleet.stop_restarting()
+    fleet.tick(5.0)
+    assert len(started) == count
+
+
+def test_a_worker_that_was_told_to_leave_while_it_loads_is_known_to(fleet):
+    fleet.scale("decode", 2, 0.0)
+    (leaving,) = fleet.scale("decode", 1, 0.1)
+    assert fleet.is_leaving(leaving.name)
+    assert [member.name for member in fleet.of("decode") if not fleet.is_leaving(member.name)] != [leaving.name]

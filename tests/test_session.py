@@ -104,3 +104,31 @@ def test_all_payloads_arrive_once_and_in_order_whatever_the_wire_does(script):
                 deliver(peer)
     assert got == sent
     assert a.num_unacked == b.num_unacked == 0
+
+
+def drive(sender, receiver, now_s):
+    """One turn of a perfect wire; the payloads that arrived."""
+    arrived = [payload for frame in sender.due(now_s) if (payload := receiver.receive(frame, now_s)) is not None]
+    for frame in receiver.due(now_s):
+        sender.receive(frame, now_s)
+    return len(arrived)
+
+
+def test_a_stream_catches_up_with_one_lost_frame_at_the_speed_of_the_wire():
+    sender, receiver, arrived = Session(), Session(), 0
+    for turn in range(2000):
+        now_s = turn * 0.005
+        frame = sender.send(b"x", now_s)
+        arrived += turn != 100 and receiver.receive(frame, now_s) is not None
+        arrived += drive(sender, receiver, now_s)
+    assert arrived == 2000
+
+
+def test_what_was_sent_before_the_peer_was_there_arrives_as_fast_as_it_is_acknowledged():
+    sender, receiver, arrived = Session(), Session(), 0
+    for _ in range(500):
+        sender.send(b"x", 0.0)
+        sender.blocked(0.0)
+    for turn in range(60):
+        arrived += drive(sender, receiver, 0.02 + turn * 0.005)
+    assert arrived == 500

@@ -47,8 +47,9 @@ class Control:
     def token(self, token: TokenOut) -> None:
         self._tokens.append(token)
 
-    def stamp(self, key: Key, name: str, value: int = 0) -> None:
-        self._stamps.append(Stamp(key=key, name=name, time_ns=time.monotonic_ns(), value=value))
+    def stamp(self, key: Key, name: str, value: int = 0, *, time_ns: int | None = None) -> None:
+        """Now, unless a time is given (CLOCK_MONOTONIC)."""
+        self._stamps.append(Stamp(key=key, name=name, time_ns=time_ns or time.monotonic_ns(), value=value))
 
     def send(self, message: Any) -> None:
         """In order behind what this turn has reported so far."""
