@@ -10,7 +10,9 @@ import math
 import os
 import platform
 import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,13 +74,23 @@ def at_least(name: str, value: float, bound: float, unit: str) -> Check:
 
 
 def versions() -> dict[str, str]:
-    found = {"pdserve": __version__, "python": platform.python_version()}
+    found = {"pdserve": __version__, "commit": commit(), "python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def commit() -> str:
+    """Of the checkout this runs from, with `+` for uncommitted changes; empty outside of one."""
+    root = Path(__file__).parent.parent
+    try:
+        words = ["git", "-C", str(root), "describe", "--always", "--abbrev=7", "--dirty=+", "--exclude=*"]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def machine() -> dict[str, Any]:
@@ -121,12 +133,13 @@ class Report:
     options: BenchOptions
     rows: list[Row] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
+    began_s: float = field(default_factory=time.monotonic)
 
     def plain(self) -> dict[str, Any]:
         body = {
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "versions": versions(),
-            "machine": machine(),
+            "machine": {**machine(), "bench_seconds": round(time.monotonic() - self.began_s, 1)},
             "seed": self.options.seed,
             "rows": [row.plain() for row in self.rows],
             "checks": [check.plain() for check in self.checks],

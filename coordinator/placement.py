@@ -27,7 +27,7 @@ class EmptyPool:
 
     @property
     def message(self) -> str:
-        return f"no {self.role} worker is alive"
+        return f"no {self.role} worker is ready; they are starting, or were lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

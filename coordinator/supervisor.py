@@ -218,6 +218,10 @@ class Supervisor:
             await asyncio.sleep(PROBE_EVERY_S)
         self._was_ready = True
         _say(f"ready after {time.monotonic() - self._started_s:.1f} s: {self._prepared.base_url}/v1")
+        if not self._has_workers:
+            reply = await self._ask(lambda nonce: Query(nonce=nonce, what="pools"), QUERY_DEADLINE_S)
+            control = json.loads(reply.body).get("control") if isinstance(reply, QueryReply) else "?"
+            _say(f"more workers connect to {control}")
         _say(f'try it:  pdserve chat "What is a KV cache?"   or any OpenAI client, model {self._prepared.model_name}')
         ready_file = self._prepared.config.http.ready_file
         if ready_file is not None:
@@ -246,6 +250,9 @@ class Supervisor:
             pool = pools.setdefault(role, {"workers": []})
             pool["desired"] = self._fleet.desired.get(role, len(pool["workers"]))
             pool["actual"] = len(pool["workers"])
+            known = {worker["name"] for worker in pool["workers"]}
+            starting = [member for member in self._fleet.of(role) if member.process and member.name not in known]
+            pool["workers"] += [{"name": each.name, "state": "starting", "pid": each.pid} for each in starting]
         pools["processes"] = {member.name: member.pid for member in self._fleet.members.values()}
         return pools
 

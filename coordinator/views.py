@@ -34,9 +34,9 @@ def readiness(world: World) -> tuple[bool, dict[str, Any]]:
     """Whether a new request would be served under the present flags, and each pool's state."""
     why = ""
     if not world.workers.routable("decode"):
-        why = "no decode worker is alive"
+        why = "no decode worker is ready"
     elif _needs_prefill(world) and not world.workers.routable("prefill"):
-        why = "no prefill worker is alive"
+        why = "no prefill worker is ready"
     elif world.waiting.num_samples >= world.limits.max_queued_requests:
         why = "the queue is full"
     pools_ready = {role: bool(world.workers.routable(role)) for role in ROLES}

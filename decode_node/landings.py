@@ -70,8 +70,7 @@ class Landings:
         self._connector.update(peers, now_s)  # closes readers of the dead, so their reads are quiescent
         for epoch in [epoch for epoch in self._owners if epoch not in alive]:
             self._owners.pop(epoch).link.close()
-            for landing in [landing for landing in self._landings.values() if landing.owner == epoch]:
-                self._fail(landing, "owner_lost")
+            self._fail_all(epoch)
         for epoch, peer in alive.items():
             if epoch not in self._owners:
                 link = Link(self._context, peer.endpoint, self._epoch, remote=epoch)
@@ -101,7 +100,7 @@ class Landings:
         landing = self._landings[plan.key] = Landing(key=plan.key, owner=owner, target=target)
         if not target.missing:
             landing.phase = Phase.LANDED
-        elif known is None:
+        elif known is None or known.link.is_stale:
             landing.fail("owner_lost")
         for published in self._early.pop(plan.key, (0.0, []))[1]:
             self._published(landing, published)
@@ -120,9 +119,9 @@ class Landings:
 
     def advance(self, now_s: float, budget_s: float) -> list[Outcome]:
         """Hear publications, move bytes for about `budget_s`, and say which landings are over."""
-        for epoch, owner in list(self._owners.items()):
-            if owner.link.is_stale:
-                self._reconnect(epoch, owner)
+        for epoch, owner in self._owners.items():
+            if owner.link.is_stale:  # to the owner we are dead: nothing it publishes comes any more
+                self._fail_all(epoch)
             for message in owner.link.receive():
                 if isinstance(message, Published):
                     self._hear(owner, message, now_s)
@@ -181,11 +180,8 @@ class Landings:
 
     # inside
 
-    def _reconnect(self, epoch: str, owner: _Owner) -> None:
-        """The owner has forgotten us: what it published since is lost, so those landings begin anew."""
-        owner.link.close()
-        self._owners[epoch] = _Owner(owner.peer, Link(self._context, owner.peer.endpoint, self._epoch, remote=epoch))
-        for landing in [landing for landing in self._landings.values() if landing.owner == epoch]:
+    def _fail_all(self, owner: str) -> None:
+        for landing in [landing for landing in self._landings.values() if landing.owner == owner]:
             self._fail(landing, "owner_lost")
 
     def _hear(self, owner: _Owner, published: Published, now_s: float) -> None:

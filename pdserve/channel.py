@@ -182,7 +182,7 @@ class Hub:
             return
         session = self._sessions.get(source)
         if session is None:
-            if target:  # it believes in a session that this process never had or has forgotten
+            if target and (frame.acknowledged or frame.sequence > 1):  # it believes in a session that is not here
                 _try_send(self.socket, [identity, *_pack(RESET, self.epoch, source, BARE)])
                 return
             session = self._sessions[source] = Session(window=self._window)

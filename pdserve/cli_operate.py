@@ -47,7 +47,8 @@ class Admin:
             raise PDServeError(f"{self._client.base_url} does not answer as an admin listener: {error}") from None
         if answer.is_error:
             message = content.get("error", {}).get("message", "") if isinstance(content, dict) else ""
-            raise PDServeError(f"the server refuses ({answer.status_code}): {message or answer.reason_phrase}")
+            kind = ConfigError if answer.status_code in (400, 409) else PDServeError
+            raise kind(f"the server refuses ({answer.status_code}): {message or answer.reason_phrase}")
         return content
 
 

@@ -101,13 +101,15 @@ def _gpu(name: str, pools: PoolOptions, *, is_shared: bool) -> Device:
     return Device(name=name, cores=(), memory_share=share)
 
 
-def _named(names: Sequence[str], pools: PoolOptions, cores: Sequence[int], num_gpus: int) -> list[Device]:
-    """The devices of --devices, each once."""
+def _named(
+    names: Sequence[str], pools: PoolOptions, cores: Sequence[int], num_gpus: int, flag: str = "--devices"
+) -> list[Device]:
+    """The devices that `flag` names, each once."""
     num_workers = pools.prefill + pools.decode
     unique = list(dict.fromkeys(names))
     highest = max((int(name[4:]) for name in unique if name.startswith("cpu:")), default=-1)
     if pools.cpu_slots is None and highest >= len(cores):
-        raise ConfigError(f"--devices names cpu:{highest}, but there are {len(cores)} cores, counted from 0")
+        raise ConfigError(f"{flag} names cpu:{highest}, but there are {len(cores)} cores, counted from 0")
     slots = _cpu(pools.cpu_slots or max(highest + 1, min(len(unique), len(cores))), cores) if highest >= 0 else []
     devices = []
     for name in unique:
@@ -115,7 +117,7 @@ def _named(names: Sequence[str], pools: PoolOptions, cores: Sequence[int], num_g
         available = num_gpus if name.startswith("cuda") else len(slots)
         if number >= available:
             kind = "GPUs" if name.startswith("cuda") else "CPU slots"
-            raise ConfigError(f"--devices names {name}, but there are {available} {kind}, counted from 0")
+            raise ConfigError(f"{flag} names {name}, but there are {available} {kind}, counted from 0")
         is_shared = num_workers > len(unique)
         devices.append(_gpu(name, pools, is_shared=is_shared) if name.startswith("cuda") else slots[number])
     return devices
@@ -126,7 +128,7 @@ def device_by_hand(name: str, pools: PoolOptions, cores: Sequence[int], num_gpus
     number = int(device_list(name)[0].partition(":")[2])
     num_workers = pools.prefill + pools.decode
     num_slots = pools.cpu_slots or min(len(cores), max(num_workers, number + 1))
-    return _named([name], dataclasses.replace(pools, cpu_slots=num_slots), cores, num_gpus)[0]
+    return _named([name], dataclasses.replace(pools, cpu_slots=num_slots), cores, num_gpus, "--device")[0]
 
 
 def count_gpus() -> int:

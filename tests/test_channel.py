@@ -114,3 +114,14 @@ def test_rubbish_on_the_socket_is_counted_and_nothing_happens(context, parts):
     got = []
     until(lambda: collect(hub, got) or sum(hub.ignored.values()))
     assert got == []
+
+
+def test_a_link_that_speaks_first_to_a_known_epoch_opens_a_session(context):
+    hub = Hub(context, "tcp://127.0.0.1:*", new_epoch())
+    link = Link(context, hub.endpoint, new_epoch(), remote=hub.epoch)
+    link.tick()
+    until(lambda: hub.receive() or hub.peers(), pump=[link])
+    assert hub.send(link.epoch, Ping(nonce=1))
+    got = []
+    until(lambda: got.extend(link.receive()) or got, pump=[hub, link])
+    assert got == [Ping(nonce=1)] and not link.is_stale

@@ -183,7 +183,7 @@ def test_a_servers_refusal_is_passed_on_in_its_words(capsys, tmp_path):
     key = tmp_path / "key"
     key.write_text("k\n")
     with fake_http(lambda *_: (409, {"error": {"message": "the last worker"}})) as url:
-        assert run(["scale", "decode=0", "--admin", url, "--admin-key-file", str(key)]) == 1
+        assert run(["scale", "decode=0", "--admin", url, "--admin-key-file", str(key)]) == 2
     assert capsys.readouterr().err == "pdserve: the server refuses (409): the last worker\n"
 
 

@@ -14,7 +14,11 @@ def test_a_request_fails_aloud_when_no_prefill_worker_is_left():
     stage.submit()
     stage.step(WorkerLost("p0.1", "killed"))
     ended = stage.ended()
-    assert (ended.outcome, ended.status, ended.message) == ("failed", 503, "no prefill worker is alive")
+    assert (ended.outcome, ended.status, ended.message) == (
+        "failed",
+        503,
+        "no prefill worker is ready; they are starting, or were lost",
+    )
     assert stage.to("d0.1", Drop) == [Drop(key=stage.land().key)]
 
 

@@ -63,7 +63,10 @@ def test_an_empty_prefill_pool_may_be_answered_locally():
 def test_an_empty_decode_pool_fails(policy):
     stage = Stage(decode=0, on_empty_pool=policy)
     stage.submit()
-    assert (stage.ended().status, stage.ended().message) == (503, "no decode worker is alive")
+    assert (stage.ended().status, stage.ended().message) == (
+        503,
+        "no decode worker is ready; they are starting, or were lost",
+    )
 
 
 def test_an_empty_pool_may_be_waited_for_but_not_forever():

