@@ -47,8 +47,8 @@ def _edit_kernel(
     begin, end = tl.load(starts + row), tl.load(starts + row + 1)
     penalty = tl.load(repetition + row)
     once, each = tl.load(presence + row), tl.load(frequency + row)
-    for start in range(begin, end, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
+    while begin < end:
+        entry = begin + tl.arange(0, BLOCK)
         inside = entry < end
         id = tl.load(ids + entry, mask=inside, other=-1)
         inside = inside & (id >= 0) & (id < vocab)
@@ -60,6 +60,7 @@ def _edit_kernel(
         cost = (once + each * count.to(tl.float64)).to(tl.float32)
         x = tl.where(count > 0, x - cost, x) + tl.load(biases + entry, mask=inside, other=0.0)
         tl.store(place, x, mask=inside)
+        begin += BLOCK
 
 
 def apply_penalties(logits: Tensor, edits: LogitEdits) -> None:
@@ -91,19 +92,19 @@ def apply_penalties(logits: Tensor, edits: LogitEdits) -> None:
 
 
 @triton.jit
-def _mass_from(scaled, weights, key, vocab, BLOCK: tl.constexpr):
+def _mass_from(scaled, weights, key, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of the weights, float64, where the value's key is `key` or more."""
     total = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, vocab, BLOCK):
+    for start in range(0, VOCAB, BLOCK):
         id = start + tl.arange(0, BLOCK)
-        x = tl.load(scaled + id, mask=id < vocab, other=0.0)
-        w = tl.load(weights + id, mask=id < vocab, other=0.0)
+        x = tl.load(scaled + id, mask=id < VOCAB, other=0.0)
+        w = tl.load(weights + id, mask=id < VOCAB, other=0.0)
         total += tl.where(key_of(x) >= key, w, 0.0).to(tl.float64)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _least_sufficient(scaled, weights, low, target, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
+def _least_sufficient(scaled, weights, low, target, VOCAB: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """The largest key at or above `low` in the row such that all from it up count, or weigh, `target` or more.
 
     Bisection over int32 keys, where each end snaps to a key of the row, so it stops as soon as no value lies between.
@@ -115,9 +116,9 @@ def _least_sufficient(scaled, weights, low, target, vocab, MASS: tl.constexpr, B
         total = tl.zeros([BLOCK], tl.float64 if MASS else tl.int32)
         above = tl.full([BLOCK], _MOST, tl.int32)
         below = tl.full([BLOCK], _LEAST, tl.int32)
-        for start in range(0, vocab, BLOCK):
+        for start in range(0, VOCAB, BLOCK):
             id = start + tl.arange(0, BLOCK)
-            inside = id < vocab
+            inside = id < VOCAB
             key = key_of(tl.load(scaled + id, mask=inside, other=0.0))
             up = inside & (key >= middle)
             if MASS:
@@ -142,7 +143,7 @@ def _threshold_kernel(
     least,
     out,
     stride,
-    vocab,
+    VOCAB: tl.constexpr,
     HAS_K: tl.constexpr,
     HAS_P: tl.constexpr,
     HAS_LEAST: tl.constexpr,
@@ -150,17 +151,17 @@ def _threshold_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     scaled += row * stride
-    weights += row * vocab
+    weights += row * VOCAB
     limit = tl.full((), _KEY_OF_MINUS_INFINITY, tl.int64)
     if HAS_K:
         k = tl.load(top_k + row)
-        if (k > 0) & (k < vocab):
-            limit = _least_sufficient(scaled, weights, limit, k, vocab, False, BLOCK)
+        if (k > 0) & (k < VOCAB):
+            limit = _least_sufficient(scaled, weights, limit, k, VOCAB, False, BLOCK)
     if HAS_P:
         p = tl.load(top_p + row)
         if p < 1.0:
-            target = tl.maximum(p * _mass_from(scaled, weights, limit, vocab, BLOCK), _SMALLEST_MASS)
-            limit = _least_sufficient(scaled, weights, limit, target, vocab, True, BLOCK)
+            target = tl.maximum(p * _mass_from(scaled, weights, limit, VOCAB, BLOCK), _SMALLEST_MASS)
+            limit = _least_sufficient(scaled, weights, limit, target, VOCAB, True, BLOCK)
     value = value_of(limit.to(tl.int32))
     if HAS_LEAST:
         value = tl.maximum(value, tl.load(least + row))
@@ -197,7 +198,7 @@ def thresholds(
         least,
         out,
         scaled.stride(0),
-        vocab,
+        VOCAB=vocab,
         HAS_K=top_k is not None,
         HAS_P=top_p is not None,
         HAS_LEAST=min_p is not None,

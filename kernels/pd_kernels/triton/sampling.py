@@ -108,28 +108,28 @@ class TritonSampling:
 
 
 @triton.jit
-def _emit(candidates, out, n):
-    """Write the `n` largest packed candidates, largest first."""
-    for i in range(n):
+def _emit(candidates, out, N: tl.constexpr):
+    """Write the N largest packed candidates, largest first."""
+    for i in range(N):
         best = tl.max(candidates, 0)
         tl.store(out + i, best)
         candidates = tl.where(candidates == best, EMPTY, candidates)
 
 
 @triton.jit
-def _top_kernel(values, out, stride, vocab, n, BLOCK: tl.constexpr):
+def _top_kernel(values, out, stride, vocab, N: tl.constexpr, BLOCK: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(values + row * stride + ids, mask=ids < vocab, other=0.0)
-    _emit(tl.where(ids < vocab, packed(x, ids), EMPTY), out + (row * tl.num_programs(1) + chunk) * n, n)
+    _emit(tl.where(ids < vocab, packed(x, ids), EMPTY), out + (row * tl.num_programs(1) + chunk) * N, N)
 
 
 @triton.jit
-def _merge_kernel(candidates, out, count, n, BLOCK: tl.constexpr):
+def _merge_kernel(candidates, out, count, N: tl.constexpr, BLOCK: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = chunk * BLOCK + tl.arange(0, BLOCK)
     found = tl.load(candidates + row * count + place, mask=place < count, other=EMPTY)
-    _emit(found, out + (row * tl.num_programs(1) + chunk) * n, n)
+    _emit(found, out + (row * tl.num_programs(1) + chunk) * N, N)
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def _merged(candidates: Tensor) -> Tensor:
     while chunks > 1:
         count, chunks = chunks * n, triton.cdiv(chunks * n, _BLOCK)
         fewer = candidates.new_empty((rows, chunks, n))
-        _merge_kernel[(rows, chunks)](candidates, fewer, count, n, BLOCK=min(triton.next_power_of_2(count), _BLOCK))
+        _merge_kernel[(rows, chunks)](candidates, fewer, count, N=n, BLOCK=min(triton.next_power_of_2(count), _BLOCK))
         candidates = fewer
     return 0x7FFFFFFF - (candidates[:, 0] & 0xFFFFFFFF)
 
@@ -180,10 +180,10 @@ def likeliest(values: Tensor, n: int) -> Tensor:
         raise ValueError(f"the likeliest {n} of {tuple(values.shape)}: at most {MAX_TOP} can be asked for")
     if not rows or not n:
         return torch.empty((rows, n), dtype=torch.int64, device=values.device)
-    room = _room(values, n)
+    room = _room(values, triton.next_power_of_2(n))  # seven numbers to compile kernels for, not MAX_TOP
     block = min(triton.next_power_of_2(vocab), _BLOCK)
-    _top_kernel[(rows, room.shape[1])](values, room, values.stride(0), vocab, n, BLOCK=block, num_warps=8)
-    return _merged(room)
+    _top_kernel[(rows, room.shape[1])](values, room, values.stride(0), vocab, N=room.shape[2], BLOCK=block, num_warps=8)
+    return _merged(room)[:, :n]
 
 
 def greedy(values: Tensor) -> Tensor:
