@@ -10,6 +10,7 @@ from pd_kernels.cpu.build import Toolchain
 from pd_kernels.cpu.layer import CpuLayer
 from pd_kernels.cpu.library import load
 from pd_kernels.cpu.linear import RowLinear, TileLinear, pack
+from pd_kernels.int8 import quantize, quantized_bytes
 from pd_kernels.reference import ReferenceLayer
 
 ARCHES = ["native", "x86-64-v3"] if platform.machine() == "x86_64" else ["native"]
@@ -156,3 +157,63 @@ def test_tensors_of_an_arena_are_aligned_and_apart():
     a.fill_(1), b.fill_(2), large.fill_(3)
     assert all(x.data_ptr() % 64 == 0 for x in (a, b, large))
     assert (a.unique().item(), b.unique().item(), large.unique().item()) == (1, 2, 3)
+
+
+@each("rows", [1, 2, 3, 4, 5, 16, 17, 31, 32, 33, 48, 49, 64, 70, 290])
+@on_every_target
+def test_an_int8_linear_of_any_number_of_rows_equals_the_reference(rows, dtype, arch):
+    x, weight, bias = rand(rows, 96, dtype=dtype), rand(200, 96, dtype=dtype, seed=1), rand(200, dtype=dtype, seed=2)
+    linear = layer_for(dtype, arch).pack_linear(weight, bias, int8=True)
+    expected = REFERENCE.pack_linear(weight.float(), bias.float(), int8=True)(x.float())
+    assert linear(x).dtype is dtype
+    assert_close(linear(x), expected, dtype, scale=8)
+
+
+@each("shape", [(1, 32), (16, 32), (17, 64), (64, 576), (65, 100), (130, 1536)], ids=str)
+@each("rows", [3, 40])
+@on_every_target
+def test_an_int8_linear_takes_any_number_of_features(rows, shape, dtype, arch):
+    x, weight = rand(rows, shape[1], dtype=dtype), rand(*shape, dtype=dtype, seed=1) / shape[1] ** 0.5
+    weight[0] = 0
+    actual = layer_for(dtype, arch).pack_linear(weight, None, int8=True, float32_out=True)(x)
+    assert actual.dtype is torch.float32
+    assert (actual[:, 0] == 0).all()
+    assert_close(actual, REFERENCE.pack_linear(weight.float(), None, int8=True)(x.float()), torch.float32, scale=8)
+
+
+@on_every_target
+def test_a_row_of_an_int8_linear_does_not_depend_on_the_rows_beside_it(dtype, arch):
+    x = rand(300, 576, dtype=dtype)
+    linear = layer_for(dtype, arch).pack_linear(rand(100, 576, dtype=dtype, seed=1), None, int8=True, float32_out=True)
+    together = linear(x)
+    for rows in (1, 2, 3, 16, 20, 33):
+        assert torch.equal(linear(x[:rows]), together[:rows])
+        assert torch.equal(linear(x[-rows:]), together[-rows:])
+
+
+def test_int8_weights_round_to_nearest_even_with_one_scale_per_channel():
+    integers, scale = quantize(torch.tensor([[127.0, 2.5, -3.5, 0.4], [0.0, 0.0, 0.0, 0.0], [-254.0, 1.0, 3.0, 5.0]]))
+    assert scale.tolist() == [1.0, 0.0, 2.0]
+    assert integers.tolist() == [[127, 2, -4, 0], [0, 0, 0, 0], [-127, 0, 2, 2]]
+
+
+def test_an_int8_linear_stays_within_half_a_step_of_its_weights():
+    weight = rand(50, 64)
+    linear = layer_for(torch.float32).pack_linear(weight, None, int8=True)
+    kept = linear(torch.eye(64)).T
+    assert ((kept - weight).abs() <= 0.501 * weight.abs().amax(1, keepdim=True) / 127).all()
+    assert quantized_bytes(*weight.shape) == 50 * 64 + 4 * 50
+
+
+def test_two_threads_give_the_same_int8_linear_as_one():
+    weight = rand(300, 64, dtype=torch.bfloat16, seed=1)
+    linear, before = layer_for(torch.bfloat16).pack_linear(weight, None, int8=True), torch.get_num_threads()
+    for rows in (3, 40):
+        x = rand(rows, 64, dtype=torch.bfloat16)
+        torch.set_num_threads(1)
+        single = linear(x)
+        torch.set_num_threads(2)
+        try:
+            assert torch.equal(linear(x), single)
+        finally:
+            torch.set_num_threads(before)

@@ -75,10 +75,13 @@ class LayerKernels(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[rows, 2 * inner] -> silu(first half) * second half, [rows, inner]."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False, int8: bool = False
+    ) -> PackedLinear:
         """Take `weight` [out_features, in_features] into whatever layout is fastest; the caller then drops its own.
 
-        With `float32_out` (lm_head) sums leave in float32, not rounded to x's dtype.
+        With `float32_out` (lm_head) sums leave in float32, not rounded to x's dtype. With `int8` the weight is kept as
+        integers and one scale per output channel (`pd_kernels.int8`): half the bytes of bfloat16; x stays in its dtype.
         """
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pd_kernels import noise
+from pd_kernels.int8 import Int8Linear
 from pd_kernels.protocols import DecodeBatch, KernelSet, PackedLinear, PrefillBatch
 
 
@@ -101,7 +102,12 @@ class ReferenceLayer:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (functional.silu(gate) * up).to(gate_up.dtype)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False, int8: bool = False
+    ) -> PackedLinear:
+        if int8:
+            return Int8Linear(weight, bias, float32_out)
+
         def linear(x: Tensor) -> Tensor:
             y = functional.linear(x, weight, bias)
             return y.float() if float32_out else y

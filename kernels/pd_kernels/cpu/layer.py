@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pd_kernels.cpu.arena import Arena
 from pd_kernels.cpu.library import Library, RopeShape
-from pd_kernels.cpu.linear import pack
+from pd_kernels.cpu.linear import pack, pack_int8
 from pd_kernels.protocols import PackedLinear
 
 
@@ -93,9 +93,12 @@ class CpuLayer:
         self._silu_mul(self._is_bf16, gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
         return out
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False, int8: bool = False
+    ) -> PackedLinear:
         self._expect(weight)
-        return pack(self._library, self._arena, weight, bias, float32_out)
+        pack_in = pack_int8 if int8 else pack
+        return pack_in(self._library, self._arena, weight, bias, float32_out)
 
 
 class CpuSampling:

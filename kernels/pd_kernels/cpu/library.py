@@ -52,6 +52,9 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "pd_pack_tiles": (c_void_p, c_void_p, c_int64, c_int64),
     "pd_linear_tiles": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int),
     "pd_linear_rows": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int),
+    "pd_pack_int8_tiles": (c_void_p, c_void_p, c_int64, c_int64),
+    "pd_int8_tiles": (*(c_void_p,) * 5, c_int64, c_int64, c_int64, c_int, c_int),
+    "pd_int8_rows": (c_int, *(c_void_p,) * 5, c_int64, c_int64, c_int64, c_int, c_int),
     "pd_rms_norm": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
     "pd_silu_mul": (c_int, c_void_p, c_void_p, c_int64, c_int64),
     "pd_rope_write": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_void_p),
@@ -73,6 +76,9 @@ class Library:
         self.pack_tiles = handle.pd_pack_tiles
         self.linear_tiles = handle.pd_linear_tiles
         self.linear_rows = handle.pd_linear_rows
+        self.pack_int8_tiles = handle.pd_pack_int8_tiles
+        self.int8_tiles = handle.pd_int8_tiles
+        self.int8_rows = handle.pd_int8_rows
         self.rms_norm = handle.pd_rms_norm
         self.silu_mul = handle.pd_silu_mul
         self.rope_write = handle.pd_rope_write

@@ -1,7 +1,7 @@
 """Linear layers on CPU: one copy of the weights, in huge pages, in the layout the machine reads fastest.
 
 bfloat16 on a CPU with AMX: packed tiles, any number of rows. Otherwise row-major, so that the native kernel serves few
-rows and torch (oneDNN, MKL) many from the same memory.
+rows and torch (oneDNN, MKL) many from the same memory. Int8 weights: tiles or row-major likewise, any number of rows.
 Invariant: never more than one copy of a weight; sums are float32.
 """
 
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from pd_kernels.cpu.arena import Arena
 from pd_kernels.cpu.library import Library
+from pd_kernels.int8 import Int8Linear, quantize
 from pd_kernels.protocols import PackedLinear
 
 DEPTH = 32  # in_features must be a multiple of it; others go through torch
@@ -30,6 +31,21 @@ def pack(library: Library, arena: Arena, weight: Tensor, bias: Tensor | None, fl
     rows = arena.empty((n, k), weight.dtype)
     rows.copy_(weight)
     return RowLinear(library, rows, bias, float32_out)
+
+
+def pack_int8(library: Library, arena: Arena, weight: Tensor, bias: Tensor | None, float32_out: bool) -> PackedLinear:
+    """The same, `weight` rounded to integers; in_features that are no multiple of 32 stay with torch."""
+    n, k = weight.shape
+    if k % DEPTH:
+        return Int8Linear(weight, bias, float32_out)
+    integers, scale = quantize(weight)
+    if weight.dtype is torch.bfloat16 and library.has_amx:
+        packed = arena.empty((-(-n // 32) * 32 * k,), torch.int8)
+        library.pack_int8_tiles(integers.data_ptr(), packed.data_ptr(), n, k)
+    else:
+        packed = arena.empty((n, k), torch.int8)
+        packed.copy_(integers)
+    return NativeInt8Linear(library, packed, (n, k), (scale, bias), (weight.dtype, float32_out))
 
 
 class TileLinear:
@@ -83,4 +99,43 @@ class RowLinear:
         wide = int(self._float32_out)
         threads = torch.get_num_threads()
         self._call(self._is_bf16, x.data_ptr(), weight, bias, out.data_ptr(), rows, n, k, wide, threads)
+        return out
+
+
+class NativeInt8Linear:
+    """Int8 weights, as tiles (one dimension) or row-major (two)."""
+
+    def __init__(
+        self,
+        library: Library,
+        packed: Tensor,
+        shape: tuple[int, int],
+        channels: tuple[Tensor, Tensor | None],
+        dtypes: tuple[torch.dtype, bool],
+    ) -> None:
+        self._tiles, self._rows = library.int8_tiles, library.int8_rows
+        self._packed, (self._n, self._k) = packed, shape
+        scale, bias = channels
+        self._scale, self._bias = scale.contiguous(), None if bias is None else bias.float().contiguous()
+        self._pointers = (
+            packed.data_ptr(),
+            self._scale.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+        )
+        self._dtype, float32_out = dtypes
+        self._wide = int(float32_out)
+        self._out_dtype = torch.float32 if float32_out else self._dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, k = x.shape
+        if k != self._k or x.dtype is not self._dtype:
+            raise ValueError(f"linear takes {self._dtype} [rows, {self._k}], not {x.dtype} {tuple(x.shape)}")
+        x = x.contiguous()
+        out = torch.empty((rows, self._n), dtype=self._out_dtype)
+        sizes = (rows, self._n, k, self._wide, torch.get_num_threads())
+        if self._packed.dim() == 1:
+            self._tiles(x.data_ptr(), *self._pointers, out.data_ptr(), *sizes)
+        else:
+            is_bf16 = int(self._dtype is torch.bfloat16)
+            self._rows(is_bf16, x.data_ptr(), *self._pointers, out.data_ptr(), *sizes)
         return out

@@ -1,8 +1,6 @@
 // Linear layers y = x W^T + b over weights that are read once per call, from huge pages.
 // bf16 with AMX: W packed into tiles, any number of rows. Otherwise: W row-major, for few rows.
-#include "amx.h"
-
-#include <algorithm>
+#include "linear.h"
 
 namespace pd {
 
@@ -55,54 +53,6 @@ void linear_rows(const T* x, const T* weight, const float* bias, Out* out, int64
 
 namespace amx {
 
-constexpr int64_t BLOCK_ROWS = 256;  // rows of x that stay in the second cache level while all of W passes by
-constexpr int64_t LARGE_OUTPUT = 1 << 20;  // bytes; from here on stores go past the caches (2.5 times as fast at 12 MB)
-
-struct Shape {
-    int64_t rows, n, k;
-    bool past_cache;  // the output is too large for the second cache level and its rows are whole cache lines
-};
-
-inline void store_32(float* out, f32x16 left, f32x16 right, bool past_cache) {
-    if (past_cache) {
-        _mm512_stream_ps(out, reinterpret_cast<__m512>(left));
-        _mm512_stream_ps(out + 16, reinterpret_cast<__m512>(right));
-    } else {
-        store(out, left);
-        store(out + 16, right);
-    }
-}
-inline void store_32(bf16* out, f32x16 left, f32x16 right, bool past_cache) {
-    __m512bh both = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(right), reinterpret_cast<__m512>(left));
-    if (past_cache) {
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(out), reinterpret_cast<__m512i>(both));
-    } else {
-        std::memcpy(out, &both, 64);
-    }
-}
-
-// Sums of a finished block on their way out, a few rows at a time while the next block is multiplied.
-template <class Out>
-struct Drain {
-    const float* c;
-    const float* bias;
-    Out* out;
-    int64_t rows, columns, out_row;
-    bool past_cache;
-
-    void write(int64_t count) {
-        for (; count > 0 && rows > 0; --count, --rows, c += 32, out += out_row) {
-            if (columns == 32) {
-                f32x16 left = load(c), right = load(c + 16);
-                if (bias) left += load(bias), right += load(bias + 16);
-                store_32(out, left, right, past_cache);
-            } else {
-                for (int64_t j = 0; j < columns; ++j) store_one(out + j, c[j] + (bias ? bias[j] : 0.0f));
-            }
-        }
-    }
-};
-
 // One pair against all rows. What follows it in memory is fetched meanwhile, evenly over the passes: NEAR, into the first cache
 // level, is faster for a few rows; far ahead, into the second, for more.
 template <bool NEAR, class Out>
@@ -125,14 +75,13 @@ void linear_pair(const bf16* x, const bf16* tiles, const float* bias, Out* out, 
             multiply_1x2(x + done * s.k, s.k, tiles, depth_tiles, c, 32, meanwhile);
         }
         if (rows < 32 && s.rows > 32) configure(16, 16);
-        drain = {c, bias, out + done * s.n, rows, columns, s.n, s.past_cache};
+        drain = {c, bias, nullptr, out + done * s.n, rows, columns, s.n, s.past_cache};
     }
 }
 
 template <class Out>
 void linear(const bf16* x, const bf16* packed, const float* bias, Out* out, Shape s, int threads) {
-    int64_t row_bytes = s.n * static_cast<int64_t>(sizeof(Out));
-    s.past_cache = s.rows * row_bytes > LARGE_OUTPUT && row_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;
+    s.past_cache = is_past_cache(out, s);
     auto* pair_kernel = s.rows <= 4 ? linear_pair<true, Out> : linear_pair<false, Out>;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
