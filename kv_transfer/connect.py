@@ -38,9 +38,9 @@ class Contact:
 def connect(peer: PeerInfo, pool: Pool, layout: KVLayout, openers: Mapping[str, Opener]) -> Contact:
     """Try the peer's offers in its order, those whose kind is in `openers`; says aloud when the first one fails."""
     problems = []
-    difference = layout.difference(peer.layout)
-    if difference is not None:
-        return Contact(peer=peer, reader=None, test=None, problem=f"its KV layout is another one: {difference}")
+    obstacle = layout.why_unreadable(peer.layout)
+    if obstacle is not None:
+        return Contact(peer=peer, reader=None, test=None, problem=f"its KV cannot be read here: {obstacle}")
     for offer in peer.links:
         if offer.kind not in openers:
             continue

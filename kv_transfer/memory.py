@@ -18,6 +18,7 @@ import os
 import re
 import threading
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,24 @@ def check_fits(num_bytes: int, available_bytes: int) -> None:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
+
+
+class Memory(Protocol):
+    """Where a pool's bytes are: this machine's memory, or a device's."""
+
+    @property
+    def address(self) -> int:
+        """In this process's address space; 0 when the bytes are not there."""
+
+    @property
+    def page_kind(self) -> str: ...
+
+    def read(self, offset: int, num_bytes: int) -> ByteArray:
+        """The bytes as they are now; perhaps a view, so use them before they change."""
+
+    def write(self, offset: int, data: ByteArray) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class PoolMemory:
@@ -89,6 +108,12 @@ class PoolMemory:
             rest = (mapping, offset + TOUCHED_AT_ONCE_BYTES, size - TOUCHED_AT_ONCE_BYTES)
             threading.Thread(target=_touch_idly, args=rest, name="touch-pool", daemon=True).start()
         return cls(np.frombuffer(mapping, dtype=np.uint8)[offset : offset + num_bytes], fd)
+
+    def read(self, offset: int, num_bytes: int) -> ByteArray:
+        return self.buffer[offset : offset + num_bytes]
+
+    def write(self, offset: int, data: ByteArray) -> None:
+        self.buffer[offset : offset + len(data)] = data
 
     def close(self) -> None:
         """Close the memfd, if any; mappings stay as long as somebody uses them."""

@@ -19,6 +19,7 @@ from kv_transfer.shm_reader import open_shm
 from kv_transfer.syscalls import allow_reads_by
 from kv_transfer.tcp import TcpExport
 from kv_transfer.tcp_reader import open_tcp
+from pdserve.errors import ConfigError
 from pdserve.messages import LinkOffer, PeerInfo
 
 KINDS = {"auto": ("shm", "tcp"), "shm": ("shm",), "tcp": ("tcp",)}
@@ -47,6 +48,17 @@ class Exports:
         self._context.term()
 
 
+def _kinds(pool: Pool, kinds: str) -> tuple[str, ...]:
+    """Those that can reach the pool's memory: what is on a device travels over tcp, through this machine's memory.
+
+    Raises ConfigError when none is left.
+    """
+    usable = tuple(kind for kind in KINDS[kinds] if kind == "tcp" or pool.host is not None)
+    if not usable:
+        raise ConfigError(f"--kv-link {kinds} cannot reach a KV pool on a device; use --kv-link tcp or auto")
+    return usable
+
+
 def export_pool(pool: Pool, *, kinds: str, folder: Path, reader_pid: int = 0) -> Exports:
     """Serve `pool` on the links that `kinds` (auto, shm or tcp) names; readers descend from `reader_pid`.
 
@@ -55,7 +67,7 @@ def export_pool(pool: Pool, *, kinds: str, folder: Path, reader_pid: int = 0) ->
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     serving: list[Export] = []
     notes: list[str] = []
-    if "shm" in KINDS[kinds]:
+    if "shm" in _kinds(pool, kinds):
         if reader_pid > 0:
             allow_reads_by(reader_pid)
         if pool.why_shared:
@@ -63,7 +75,7 @@ def export_pool(pool: Pool, *, kinds: str, folder: Path, reader_pid: int = 0) ->
                 f"KV pool is a memfd of {pool.memory.page_kind} pages, slower to compute on: {pool.why_shared}"
             )
         serving.append(ShmExport(pool, folder=folder, name=f"kv-{os.getpid()}"))
-    if "tcp" in KINDS[kinds]:
+    if "tcp" in _kinds(pool, kinds):
         serving.append(TcpExport(pool, context=context, bind="tcp://127.0.0.1:*"))
     return Exports(serving, notes, context)
 
@@ -78,4 +90,4 @@ def openers(pool: Pool, *, kinds: str, context: zmq.Context[zmq.Socket[bytes]], 
         return open_tcp(offer, peer, pool, context=context)
 
     every: dict[str, Opener] = {"shm": shm, "tcp": tcp}
-    return {kind: every[kind] for kind in KINDS[kinds]}
+    return {kind: every[kind] for kind in _kinds(pool, kinds)}

@@ -7,10 +7,12 @@ Invariant: `buffer` covers exactly the pool's own blocks, so no model step ever 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kv_transfer.header import GenerationHeader
-from kv_transfer.memory import ByteArray, PoolMemory
+from kv_transfer.memory import ByteArray, Memory, PoolMemory
 from kv_transfer.syscalls import why_forbidden
 
 _TEST_BYTES = 4 * 1024 * 1024
@@ -36,10 +38,18 @@ def pattern_of(block: int, block_bytes: int) -> ByteArray:
 class Pool:
     """`num_blocks` blocks of `block_bytes`, and what lies behind them."""
 
-    def __init__(self, *, num_blocks: int, block_bytes: int, epoch: str, shared: bool | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_bytes: int,
+        epoch: str,
+        shared: bool | None = None,
+        allocate: Callable[[int], Memory] | None = None,
+    ) -> None:
         """Private memory, or a memfd when `shared`; None: a memfd only where peers cannot read this process's memory.
 
-        Raises ConfigError when the memory does not fit the machine.
+        `allocate` gives that many bytes elsewhere, on a device. Raises ConfigError when the memory does not fit.
         """
         self.why_shared = "asked for" if shared else why_forbidden() if shared is None else ""
         self.num_blocks = num_blocks
@@ -48,20 +58,33 @@ class Pool:
         num_test = num_test_blocks(block_bytes)
         self.test_blocks = range(num_blocks, num_blocks + num_test)
         self.scratch_blocks = range(num_blocks + num_test, self.total_blocks)
-        self.memory = PoolMemory.allocate(self.total_blocks * block_bytes, shared=bool(self.why_shared))
+        size = self.total_blocks * block_bytes
+        self.host = None if allocate else PoolMemory.allocate(size, shared=bool(self.why_shared))
+        self.memory: Memory = allocate(size) if allocate else self.host  # type: ignore[assignment]
         self.header = GenerationHeader(num_blocks=num_blocks, epoch=epoch, num_fixed=2 * num_test)
         for index, block in enumerate(self.test_blocks):
-            self.bytes_of(block)[:] = pattern_of(index, block_bytes)
+            self.write(block, pattern_of(index, block_bytes))
 
     @property
     def buffer(self) -> ByteArray:
-        """The pool's own blocks as bytes, for the KV tensor."""
-        return self.memory.buffer[: self.num_blocks * self.block_bytes]
+        """The pool's own blocks as bytes, for the KV tensor; of a pool in this machine's memory."""
+        assert self.host is not None
+        return self.host.buffer[: self.num_blocks * self.block_bytes]
 
     def bytes_of(self, block: int, count: int = 1) -> ByteArray:
-        """A view of `count` consecutive blocks."""
+        """A view of `count` consecutive blocks in this machine's memory."""
+        assert self.host is not None and block >= 0 and block + count <= self.total_blocks, (block, count)
+        return self.host.buffer[block * self.block_bytes : (block + count) * self.block_bytes]
+
+    def read(self, block: int, count: int = 1) -> ByteArray:
+        """`count` consecutive blocks, wherever the pool is; perhaps a view."""
         assert block >= 0 and block + count <= self.total_blocks, (block, count, self.total_blocks)
-        return self.memory.buffer[block * self.block_bytes : (block + count) * self.block_bytes]
+        return self.memory.read(block * self.block_bytes, count * self.block_bytes)
+
+    def write(self, block: int, data: ByteArray) -> None:
+        """Bytes of consecutive blocks, from `block` on."""
+        assert block >= 0 and block * self.block_bytes + len(data) <= self.total_blocks * self.block_bytes, block
+        self.memory.write(block * self.block_bytes, data)
 
     def close(self) -> None:
         """Close the file descriptors; the memory goes with its last view."""

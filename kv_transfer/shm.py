@@ -136,7 +136,8 @@ class ShmExport:
             raise MalformedError(f"user {uid} asked for the KV pool")
         if not isinstance(REGISTRY.decode(client.recv(MAX_PACKET_BYTES)), Ask):
             raise MalformedError("not a question")
-        pool, memory = self._pool, self._pool.memory
+        pool, memory = self._pool, self._pool.host
+        assert memory is not None
         reply = HandOut(
             epoch=pool.header.epoch,
             address=memory.address,

@@ -139,6 +139,6 @@ class TcpExport:
             return
         self._router.send(head, zmq.SNDMORE | zmq.NOBLOCK)
         for first, count in adjacent(ask.blocks):
-            self._router.send(self._pool.bytes_of(first, count).data, zmq.SNDMORE | zmq.NOBLOCK, copy=True)
+            self._router.send(self._pool.read(first, count).data, zmq.SNDMORE | zmq.NOBLOCK, copy=True)
         reason = header.why_invalid(ask.epoch, ask.blocks, ask.generations) or ""
         self._router.send(REGISTRY.encode(Trailer(slice_id=ask.slice_id, reason=reason)), zmq.NOBLOCK)

@@ -190,7 +190,7 @@ class TcpReader:
             while taken < count:
                 piece = pieces.popleft()
                 part = data[taken * size : (taken + piece.count) * size]
-                self._pool.bytes_of(piece.destination, piece.count)[:] = part
+                self._pool.write(piece.destination, part)
                 taken += piece.count
         job.done += found.end - found.start
         return ""

@@ -56,6 +56,9 @@ class EngineOptions:
 
     model: str = flag("smollm2-135m", "smollm2-135m, a local Hugging Face folder, or a hub id")
     dtype: str = flag("bfloat16", "of weights and KV", choices=("bfloat16", "float16", "float32"))
+    decode_weights: str = flag(
+        "full", "decode workers on CPU keep --dtype weights, or int8: less to read", choices=("full", "int8")
+    )
     max_model_len: int | None = flag(
         None, "longest prompt + output", low=2, shown="the model's, at most what a pool holds", limit="400"
     )
@@ -71,7 +74,8 @@ class EngineOptions:
     landing_share: float = flag(0.25, "share of a decode pool for KV on its way in, above 0", high=1.0, limit="waits")
     transfer_slice_ms: float = flag(2.0, "longest single read of another pool", low=0.01)
     kv_link: str = flag("auto", "how KV moves between pools", choices=("auto", "shm", "tcp"))
-    kernels: str = flag("auto", "which kernels compute", choices=("auto", "reference", "cpu"))
+    enforce_eager: bool = flag(False, "decode on GPUs without recorded graphs", shown="off")
+    kernels: str = flag("auto", "which kernels compute", choices=("auto", "reference", "cpu", "triton"))
 
     def block_size_on(self, device: str) -> int:
         return self.block_size or (64 if device.startswith("cuda") else 16)

@@ -21,6 +21,7 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     block_size: int  # tokens
+    weights: str = "full"  # what computed the KV: the checkpoint's weights, or "int8"
 
     @property
     def token_bytes(self) -> int:
@@ -34,12 +35,18 @@ class KVLayout:
         return (num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     def difference(self, other: KVLayout) -> str | None:
-        """The first field in which two layouts differ, with both values; None when blocks may be exchanged."""
+        """The first field in which two pools' blocks differ, with both values; None when they look alike."""
         for name in ("model", "dtype", "num_layers", "num_kv_heads", "head_dim", "block_size"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name} differs: {mine!r} here, {theirs!r} there"
         return None
+
+    def why_unreadable(self, owner: KVLayout) -> str | None:
+        """Why a pool of this layout must not read the owner's blocks. Coarser KV never enters a finer cache."""
+        if owner.weights not in ("full", self.weights):
+            return f"its KV was computed by {owner.weights} weights, this pool's by {self.weights} ones"
+        return self.difference(owner)
 
     def fingerprint(self) -> str:
         fields = (
@@ -50,6 +57,7 @@ class KVLayout:
             self.num_kv_heads,
             self.head_dim,
             self.block_size,
+            self.weights,
         )
         return hashlib.blake2b(repr(fields).encode(), digest_size=16).hexdigest()
 

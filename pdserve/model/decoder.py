@@ -83,7 +83,11 @@ class Decoder:
             batch.decode.max_context if batch.decode is not None else 0,
             batch.prefill.max_context if batch.prefill is not None else 0,
         )
-        if needed > self._rope.shape[0]:
-            length = max(1024, 1 << (needed - 1).bit_length())
-            self._rope = rope_table(self.spec.rope, self.spec.head_dim, length).to(self.weights.device)
+        self.grow_rope(needed)
         return self._rope.index_select(0, batch.positions)
+
+    def grow_rope(self, num_tokens: int) -> None:
+        """Have the rotations of at least so many positions."""
+        if num_tokens > self._rope.shape[0]:
+            length = max(1024, 1 << (num_tokens - 1).bit_length())
+            self._rope = rope_table(self.spec.rope, self.spec.head_dim, length).to(self.weights.device)

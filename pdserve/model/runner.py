@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pd_kernels.protocols import DecodeBatch, PrefillBatch
 from pdserve.model.decoder import Batch, Decoder
+from pdserve.model.graphs import DecodeGraphs
 from pdserve.model.sampling import Sampled, SampleRow, sample
 
 
@@ -33,8 +34,9 @@ class Work:
 
 
 class Runner:
-    def __init__(self, decoder: Decoder, kv: Tensor) -> None:
+    def __init__(self, decoder: Decoder, kv: Tensor, graphs: DecodeGraphs | None = None) -> None:
         """`kv` is [num_blocks, layers, 2, kv_heads, block_size, head_dim] on the decoder's device."""
+        self.graphs = graphs
         self.decoder = decoder
         self.kv = kv
         self.block_size = kv.shape[4]
@@ -46,7 +48,10 @@ class Runner:
         if not works:
             return []
         order = _decode_first(works)
-        logits = self.decoder.forward(self._batch([works[index] for index in order]), self.kv)
+        batch = self._batch([works[index] for index in order])
+        logits = self.graphs.run(batch) if self.graphs is not None else None
+        if logits is None:
+            logits = self.decoder.forward(batch, self.kv)
         rows: list[SampleRow] = []
         row_of: dict[int, int] = {}
         for index in order:

@@ -60,7 +60,7 @@ class ModelSpec:
     def qkv_size(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
-    def kv_layout(self, *, dtype: str, block_size: int) -> KVLayout:
+    def kv_layout(self, *, dtype: str, block_size: int, weights: str = "full") -> KVLayout:
         return KVLayout(
             model=self.fingerprint,
             dtype=dtype,
@@ -68,6 +68,7 @@ class ModelSpec:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=block_size,
+            weights=weights,
         )
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -44,15 +44,20 @@ class Weights:
     weight_bytes: int  # in the precision served; a copy that a kernel makes of a tied embedding is not counted
 
 
-def load(directory: Path, spec: ModelSpec, *, device: str, dtype: str, kernels: KernelSet) -> Weights:
-    """Read, fuse and pack layer by layer, so that the peak is the packed model and one layer."""
-    reader = _Reader(open_checkpoint(directory), torch.device(device), DTYPES[dtype], kernels)
+def load(
+    directory: Path, spec: ModelSpec, *, device: str, dtype: str, kernels: KernelSet, int8: bool = False
+) -> Weights:
+    """Read, fuse and pack layer by layer, so that the peak is the packed model and one layer.
+
+    With `int8` the products keep integers and one scale per output (weight-only); embedding and norms stay as they are.
+    """
+    reader = _Reader(open_checkpoint(directory), torch.device(device), DTYPES[dtype], kernels, int8=int8)
     try:
         embedding = reader.read("model.embed_tokens.weight").clone()
         layers = tuple(_load_layer(reader, spec, f"model.layers.{layer}.") for layer in range(spec.num_layers))
         norm = reader.read("model.norm.weight").clone()
         head = embedding if spec.tied_embeddings else reader.read("lm_head.weight").clone()
-        lm_head = kernels.layer.pack_linear(head, None, float32_out=True)
+        lm_head = kernels.layer.pack_linear(head, None, float32_out=True, int8=int8)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{directory}: the weights cannot be read: {error}") from None
     finally:
@@ -88,11 +93,14 @@ def _load_layer(reader: _Reader, spec: ModelSpec, prefix: str) -> LayerWeights:
 class _Reader:
     """Open shards and a count of the bytes taken from them, in the precision served."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, kernels: KernelSet) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, kernels: KernelSet, *, int8: bool
+    ) -> None:
         self._checkpoint = checkpoint
         self._device = device
         self._dtype = dtype
         self._kernels = kernels
+        self._int8 = int8
         self._open_files: dict[Path, Any] = {}
         self.num_bytes = 0
 
@@ -109,7 +117,9 @@ class _Reader:
         """One packed product for `names`, stacked along the outputs."""
         weight = torch.cat([self.read(f"{name}.weight") for name in names])
         bias = torch.cat([self.read(f"{name}.bias") for name in names]) if has_bias else None
-        return self._kernels.layer.pack_linear(weight, bias)
+        if self._int8:
+            self.num_bytes += weight.numel() + 4 * weight.shape[0] - weight.nbytes
+        return self._kernels.layer.pack_linear(weight, bias, int8=self._int8)
 
     def close(self) -> None:
         self._open_files.clear()

@@ -22,13 +22,17 @@ from pdserve.layout import KVLayout
 from pdserve.machine import available_memory_bytes, pool_blocks
 from pdserve.model import weights
 from pdserve.model.decoder import Decoder
+from pdserve.model.graphs import CudaCapture, DecodeGraphs
 from pdserve.model.runner import Runner, Work
 from pdserve.model.sampling import SampleRow
 from pdserve.model.spec import ModelSpec, read_spec
 from pdserve.model.store import resolve
 from pdserve.request import Sampling
+from pdserve.terminal import Progress
+from pdserve.worker.device_memory import DeviceMemory
 
 WARM_UP_TOKENS = 128
+GPU_RESERVE_BYTES = 10**9  # for activations, workspaces and graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +51,32 @@ def build(config: WorkerConfig) -> Engine:
     """Raises `ConfigError` or `ModelError`. Pins the process to its cores first."""
     _pin(config)
     options = config.engine
-    if config.device.startswith("cuda"):
-        raise ConfigError("KV pools on GPUs cannot be exported yet; use --devices cpu:0,cpu:1")
+    is_gpu = config.device.startswith("cuda")
+    device = config.device if is_gpu else "cpu"
+    is_int8 = config.role == "decode" and options.decode_weights == "int8"
+    if is_gpu and is_int8:
+        raise ConfigError("--decode-weights int8 is for decode workers on CPU; drop it, or --devices cuda:N")
     directory = (
         Path(config.model_dir) if config.model_dir else resolve(options.model, cache_dir=cache_folder() / "models")
     )
     spec = read_spec(directory)
-    layout = spec.kv_layout(dtype=options.dtype, block_size=options.block_size_on(config.device))
-    num_blocks = config.kv_blocks or pool_blocks(options, layout, available_memory_bytes(), 1)
-    kernels = pd_kernels.select("cpu", options.dtype, spec.head_dim, options.kernels)
-    loaded = weights.load(directory, spec, device="cpu", dtype=options.dtype, kernels=kernels)
-    pool = Pool(num_blocks=num_blocks, block_bytes=layout.block_bytes, epoch="")
-    kv = torch.from_numpy(pool.buffer).view(getattr(torch, options.dtype)).view(layout.shape(num_blocks))
+    layout = spec.kv_layout(
+        dtype=options.dtype,
+        block_size=options.block_size_on(config.device),
+        weights="int8" if is_int8 else "full",
+    )
+    try:
+        kernels = pd_kernels.select(device, options.dtype, spec.head_dim, options.kernels)
+    except pd_kernels.KernelError as error:
+        raise ConfigError(f"--kernels {options.kernels}: {error}") from None
+    loaded = weights.load(directory, spec, device=device, dtype=options.dtype, kernels=kernels, int8=is_int8)
+    available = _free_gpu_bytes(config) if is_gpu else available_memory_bytes()
+    num_blocks = config.kv_blocks or pool_blocks(options, layout, available, 1, share=1.0 if is_gpu else None)
+    pool, kv = _pool(device, layout, num_blocks)
+    max_model_len = min(options.max_model_len or spec.max_positions, (num_blocks - 1) * layout.block_size)
     runner = Runner(Decoder(spec, loaded, kernels), kv)
+    if is_gpu and config.role == "decode" and not options.enforce_eager:
+        runner.graphs = _graphs(runner, options.max_running, max_model_len)
     return Engine(
         spec=spec,
         layout=layout,
@@ -67,9 +84,53 @@ def build(config: WorkerConfig) -> Engine:
         pool=pool,
         runner=runner,
         weight_bytes=loaded.weight_bytes,
-        max_model_len=min(options.max_model_len or spec.max_positions, (num_blocks - 1) * layout.block_size),
+        max_model_len=max_model_len,
         prefill_tokens_per_s=_warm_up(runner, layout, num_blocks),
     )
+
+
+def _pool(device: str, layout: KVLayout, num_blocks: int) -> tuple[Pool, torch.Tensor]:
+    """The pool, and its blocks as the model sees them."""
+    size, memory = num_blocks * layout.block_bytes, []
+
+    def allocate(num_bytes: int) -> DeviceMemory:
+        memory.append(DeviceMemory(num_bytes, device))
+        return memory[0]
+
+    pool = Pool(
+        num_blocks=num_blocks,
+        block_bytes=layout.block_bytes,
+        epoch="",
+        allocate=None if device == "cpu" else allocate,
+    )
+    data = memory[0].tensor[:size] if memory else torch.from_numpy(pool.buffer)
+    return pool, data.view(getattr(torch, layout.dtype)).view(layout.shape(num_blocks))
+
+
+def _free_gpu_bytes(config: WorkerConfig) -> int:
+    """What the worker's share of the GPU leaves beside the weights that are loaded now."""
+    device = torch.device(config.device)
+    free, total = torch.cuda.mem_get_info(device)
+    left = int(total * config.memory_share) - torch.cuda.memory_allocated(device)
+    return max(0, min(free, left) - GPU_RESERVE_BYTES)
+
+
+def _graphs(runner: Runner, max_running: int, max_context: int) -> DecodeGraphs:
+    """Record decode steps, said on the terminal with what they cost."""
+    kv = runner.kv
+    before, started_s = torch.cuda.memory_reserved(kv.device), time.monotonic()
+    with Progress() as say, torch.inference_mode():
+        graphs = DecodeGraphs(
+            runner.decoder,
+            kv,
+            max_batch=max_running,
+            max_context=max_context,
+            capture=CudaCapture(kv.device),
+            say=say,
+        )
+    cost = (torch.cuda.memory_reserved(kv.device) - before) / 1e6
+    print(f"decode graphs: {time.monotonic() - started_s:.1f} s, {cost:.0f} MB", file=sys.stderr, flush=True)
+    return graphs
 
 
 def _pin(config: WorkerConfig) -> None:
