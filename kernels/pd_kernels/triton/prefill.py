@@ -1,0 +1,184 @@
+"""Prefill attention: chunks of many prompts in one launch, over a paged prefix, with grouped heads packed.
+
+Owns the work list and the kernel; the step over keys is in `softmax`.
+Invariant: every query row belongs to exactly one item of the work list, so each row of `out` is written once.
+
+A tile holds the query heads of one KV head for `rows // group` consecutive tokens of one request:
+
+    row      0          1        ..  group - 1   group      ..
+    token    first      first        first       first + 1
+    head     0          1            group - 1   0              of the KV head's group
+
+so keys and values are read once for the group, and short prompts still fill a product of 16 rows or more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pd_kernels.protocols import PrefillBatch
+from pd_kernels.triton.arguments import LOG2_E, Heads, check, multiprocessors, on, precision
+from pd_kernels.triton.softmax import attend
+from pd_kernels.triton.tiles import TileBook, Tiles
+
+
+@triton.jit
+def _prefill(  # noqa: PLR0913  # a kernel takes flat arguments
+    q: tl.tensor,
+    kv: tl.tensor,
+    out: tl.tensor,
+    work: tl.tensor,  # int32 [items, 2]: request, its first token in this tile; request -1 for no work
+    query_start: tl.tensor,
+    context_lens: tl.tensor,
+    tables: tl.tensor,
+    scale_log2: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    block_stride: tl.tensor,
+    value_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    table_stride: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    TOKENS: tl.constexpr = ROWS // GROUP
+    item = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    request = tl.load(work + 2 * item)
+    if request < 0:
+        return
+    first = tl.load(work + 2 * item + 1)
+    start = tl.load(query_start + request)
+    length = tl.load(query_start + request + 1) - start
+    context = tl.load(context_lens + request)
+    prefix = context - length
+
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, DIM)
+    token = first + row // GROUP
+    row_head = head * GROUP + row % GROUP
+    wanted = ((row < TOKENS * GROUP) & (token < length))[:, None] & (column < HEAD_DIM)[None, :]
+    q_row = (start + token).to(tl.int64)
+    q_at = q_row * q_token_stride + row_head * q_head_stride
+    queries = tl.load(q + q_at[:, None] + column[None, :], mask=wanted, other=0.0)
+    position = prefix + token
+
+    keys = kv + head * head_stride
+    values = keys + value_stride
+    table = tables + request.to(tl.int64) * table_stride
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, DIM], tl.float32)
+    whole = (prefix + first + 1) // KEYS * KEYS  # every row of the tile sees the keys before it: no mask
+    limit = tl.minimum(context, prefix + first + TOKENS)
+    for begin in range(0, whole, KEYS):
+        top, total, mixed = attend(
+            queries, top, total, mixed, keys, values, table, begin, limit, position, scale_log2,
+            block_stride, token_stride, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, False, PRECISION,
+        )  # fmt: skip
+    for begin in range(whole, limit, KEYS):
+        top, total, mixed = attend(
+            queries, top, total, mixed, keys, values, table, begin, limit, position, scale_log2,
+            block_stride, token_stride, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, True, PRECISION,
+        )  # fmt: skip
+
+    out_at = q_row * (KV_HEADS * GROUP * HEAD_DIM) + row_head * HEAD_DIM
+    result = (mixed / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + out_at[:, None] + column[None, :], result, mask=wanted)
+
+
+def work_list(batch: PrefillBatch, num_tokens: int, tokens: int) -> Tensor:
+    """Tiles of `tokens` query tokens, int32 [items, 2]: request and first token, those with most keys first.
+
+    Made on the batch's device without waiting for it: the number of items is the most that `num_tokens` tokens in
+    that many requests can need, and items that are not needed come last, as request -1.
+    """
+    starts, device = batch.query_start, batch.query_start.device
+    num_requests = batch.context_lens.shape[0]
+    lengths = starts[1:] - starts[:-1]
+    ends = ((lengths + (tokens - 1)) // tokens).cumsum(0, dtype=torch.int32)  # items of requests up to this one
+    items = torch.arange(num_tokens // tokens + num_requests, dtype=torch.int32, device=device)
+    request = torch.searchsorted(ends, items, right=True, out_int32=True)
+    exists = request < num_requests
+    at = request.clamp(max=num_requests - 1).long()
+    before = ends[at] - (lengths[at] + (tokens - 1)) // tokens
+    first = (items - before) * tokens
+    cost = batch.context_lens[at] - lengths[at] + first + tokens  # keys that the tile meets, nearly
+    order = cost.where(exists, 0).argsort(descending=True)
+    return torch.stack([request.where(exists, -1), first], dim=1)[order].to(torch.int32).contiguous()
+
+
+def fit(tiles: Tiles, heads: Heads, num_tokens: int, batch: PrefillBatch, num_multiprocessors: int) -> Tiles:
+    """Fewer rows per tile where chunks are short, or where tiles would be too few for the device."""
+    rows = max(tiles.rows, triton.next_power_of_2(heads.group))
+    for fewer in (64, 16):
+        if fewer < rows and fewer >= heads.group:
+            items = max(triton.cdiv(num_tokens, rows // heads.group), batch.context_lens.shape[0])
+            if batch.max_query * heads.group <= fewer or items * heads.kv_heads < num_multiprocessors:
+                rows = fewer
+    return replace(tiles, rows=rows, warps=min(tiles.warps, 4) if rows <= 64 else tiles.warps)
+
+
+class TritonPrefill:
+    """See `protocols.PrefillAttention`; float32, bfloat16 and float16, head sizes to 256, any block size.
+
+    A batch is a value: its tensors are not changed in place while it is in use, because the work list is made once
+    for all layers that are given the same batch.
+    """
+
+    def __init__(self, book: TileBook | None = None) -> None:
+        self._book = book or TileBook()
+        self._last: tuple[PrefillBatch, int, Tensor] | None = None
+
+    def __call__(self, q: Tensor, kv: Tensor, batch: PrefillBatch, scale: float, out: Tensor) -> None:
+        tables = batch.block_tables
+        heads = check(q, kv, tables, (batch.query_start, batch.context_lens), scale, out)
+        if q.shape[0] == 0 or batch.max_query == 0:
+            return
+        tiles = self._book.tiles("prefill", q.device, q.dtype, heads.head_dim)
+        tiles = fit(tiles, heads, q.shape[0], batch, multiprocessors(q.device))
+        with on(q.device):
+            work = self._work(batch, q.shape[0], tiles.rows // heads.group)
+            _prefill[(work.shape[0] * heads.kv_heads,)](
+                q,
+                kv,
+                out,
+                work,
+                batch.query_start,
+                batch.context_lens,
+                tables,
+                scale * LOG2_E,
+                q.stride(0),
+                q.stride(1),
+                *kv.stride()[:4],
+                tables.stride(0),
+                KV_HEADS=heads.kv_heads,
+                GROUP=heads.group,
+                HEAD_DIM=heads.head_dim,
+                DIM=heads.padded_dim,
+                BLOCK_SIZE=heads.block_size,
+                ROWS=tiles.rows,
+                KEYS=tiles.keys,
+                PRECISION=precision(q.dtype),
+                num_warps=tiles.warps,
+                num_stages=tiles.stages,
+            )
+
+    def _work(self, batch: PrefillBatch, num_tokens: int, tokens: int) -> Tensor:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return work_list(batch, num_tokens, tokens)  # part of the graph: made anew at every replay
+        if self._last is None or self._last[0] is not batch or self._last[1] != tokens:
+            self._last = (batch, tokens, work_list(batch, num_tokens, tokens))
+        return self._last[2]
