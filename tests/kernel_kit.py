@@ -84,5 +84,51 @@ def assert_close(actual, expected, dtype):
     torch.testing.assert_close(actual.double(), expected.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-def with_dtype(case, dtype):
-    return Case(**{**vars(case), "dtype": dtype})
+def with_dtype(case, dtype, **more):
+    return Case(**{**vars(case), "dtype": dtype, **more})
+
+
+DIMS, GROUPS = (64, 80, 96, 128, 256), (1, 3, 4, 7, 8)
+
+
+def _pairwise(shapes, queries_of):
+    """25 cases in which every pair of (head size, group, shape) values meets (an orthogonal array of strength 2)."""
+    cases = []
+    for i, dim in enumerate(DIMS):
+        for j, group in enumerate(GROUPS):
+            block_size = (16, 64)[(i + 2 * j) % 5 % 2]
+            contexts = shapes[(i + j) % 5](block_size)
+            queries = queries_of((i + j) % 5, contexts, block_size)
+            dtype = (torch.float32, torch.float16)[(i + 3 * j) % 5 % 2]
+            kv_heads = 1 + (group * dim <= 256)
+            case = Case(contexts=contexts, queries=queries, kv_heads=kv_heads, group=group, dim=dim)
+            cases.append(with_dtype(case, dtype, block_size=block_size, seed=len(cases)))
+    return cases
+
+
+def _edges(block_size):
+    return [2 * block_size - 1, 2 * block_size, 2 * block_size + 1]
+
+
+PREFILL_SHAPES = [
+    lambda block_size: [1],
+    _edges,  # no prefix
+    _edges,  # all but a few tokens are prefix
+    lambda block_size: [512],  # one request, a long prefix
+    lambda block_size: [200, 1, 17, 64, 30, 5],  # ragged, one of them without queries
+]
+DECODE_SHAPES = [
+    lambda block_size: [1],
+    lambda block_size: [*_edges(block_size), block_size - 1, block_size, block_size + 1],
+    lambda block_size: [512],
+    lambda block_size: [1, 500, 33, 128],
+    lambda block_size: [127, 128, 129, 257],
+]
+
+
+def _prefill_queries(shape, contexts, block_size):
+    return {2: [1, 2, block_size], 3: [20], 4: [3, 1, 17, 31, 0, 5]}.get(shape, contexts)
+
+
+PREFILL_CASES = _pairwise(PREFILL_SHAPES, _prefill_queries)
+DECODE_CASES = _pairwise(DECODE_SHAPES, lambda shape, contexts, block_size: [1] * len(contexts))

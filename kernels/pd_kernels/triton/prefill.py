@@ -128,7 +128,7 @@ def fit(tiles: Tiles, heads: Heads, num_tokens: int, batch: PrefillBatch, num_mu
             items = max(triton.cdiv(num_tokens, rows // heads.group), batch.context_lens.shape[0])
             if batch.max_query * heads.group <= fewer or items * heads.kv_heads < num_multiprocessors:
                 rows = fewer
-    return replace(tiles, rows=rows, warps=min(tiles.warps, 4) if rows <= 64 else tiles.warps)
+    return replace(tiles, rows=rows, warps=4 if rows < tiles.rows else tiles.warps)
 
 
 class TritonPrefill:
@@ -177,7 +177,7 @@ class TritonPrefill:
             )
 
     def _work(self, batch: PrefillBatch, num_tokens: int, tokens: int) -> Tensor:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if batch.query_start.is_cuda and torch.cuda.is_current_stream_capturing():
             return work_list(batch, num_tokens, tokens)  # part of the graph: made anew at every replay
         if self._last is None or self._last[0] is not batch or self._last[1] != tokens:
             self._last = (batch, tokens, work_list(batch, num_tokens, tokens))

@@ -40,18 +40,21 @@ def _row(rows: int, keys: int, warps: int, stages: int) -> Tiles:
     return Tiles(rows=rows, keys=keys, warps=warps, stages=stages)
 
 
-# By head size up to and including. Shared memory: stages * keys * padded head_dim * 2 tensors * bytes, and the queries.
-HOPPER = {  # 227 KiB of shared memory per block, warp-group products of 64 rows
-    "prefill": {64: _row(128, 128, 8, 3), 128: _row(128, 64, 8, 3), 256: _row(128, 64, 8, 2)},
-    "decode": {64: _row(16, 128, 4, 3), 128: _row(16, 64, 4, 3), 256: _row(16, 32, 4, 3)},
+# By head size up to and including. Block ids must arrive before the rows they name can be asked for, so half of the
+# `stages` loads in flight are ids: 3 and 5 stages hold two and three steps of keys and values in shared memory (one and
+# two where products wait for their operands: Ampere, and decode). A step takes keys * padded head_dim * 2 tensors * 2
+# bytes; the queries come on top.
+HOPPER = {  # 227 KiB of shared memory per block; products of 64 rows by a group of four warps
+    "prefill": {64: _row(128, 128, 8, 3), 128: _row(128, 64, 8, 5), 256: _row(128, 32, 8, 3)},
+    "decode": {64: _row(16, 128, 4, 5), 128: _row(16, 64, 4, 5), 256: _row(16, 32, 4, 5)},
 }
 AMPERE = {  # up to 99 KiB, so that it also serves the consumer cards
-    "prefill": {64: _row(128, 64, 4, 3), 128: _row(128, 32, 4, 3), 256: _row(64, 32, 4, 2)},
-    "decode": {64: _row(16, 64, 4, 3), 128: _row(16, 64, 4, 2), 256: _row(16, 32, 4, 2)},
+    "prefill": {64: _row(128, 64, 4, 3), 128: _row(128, 32, 8, 3), 256: _row(64, 32, 8, 3)},
+    "decode": {64: _row(16, 64, 4, 5), 128: _row(16, 64, 4, 5), 256: _row(16, 32, 4, 5)},
 }
 FLOAT32 = {  # no tensor cores: small tiles, held in registers
-    "prefill": {64: _row(64, 32, 4, 2), 128: _row(32, 32, 4, 2), 256: _row(16, 32, 4, 1)},
-    "decode": {64: _row(16, 32, 4, 2), 128: _row(16, 32, 4, 2), 256: _row(16, 16, 4, 2)},
+    "prefill": {64: _row(32, 32, 8, 2), 128: _row(16, 16, 4, 2), 256: _row(16, 16, 8, 2)},
+    "decode": {64: _row(16, 32, 8, 2), 128: _row(16, 16, 8, 2), 256: _row(16, 16, 8, 2)},
 }
 INTERPRETER = {"prefill": {256: _row(32, 32, 4, 1)}, "decode": {256: _row(16, 32, 4, 1)}}
 
