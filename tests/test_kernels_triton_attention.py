@@ -17,8 +17,9 @@ from kernel_kit import (
 from pd_kernels.reference import decode_attention, prefill_attention
 from pd_kernels.triton import tune
 from pd_kernels.triton.arguments import INTERPRETED, Heads
-from pd_kernels.triton.decode import LONGEST_SHARE, MOST_SPLITS, TritonDecode, num_splits
+from pd_kernels.triton.decode import TritonDecode
 from pd_kernels.triton.prefill import TritonPrefill, fit, work_list
+from pd_kernels.triton.splits import LONGEST_SHARE, MOST_SPLITS, num_splits
 from pd_kernels.triton.tiles import TileBook, Tiles, load, save, table_tiles, tuned_path
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -27,6 +28,8 @@ OTHER = [
     Case(contexts=[9, 70], queries=[9, 33], kv_heads=1, group=2, dim=16, block_size=8),
     Case(contexts=[40, 70], queries=[9, 33], kv_heads=1, group=2, dim=32, block_size=5),
     Case(contexts=[70, 300], queries=[3, 2], kv_heads=1, group=20, dim=32, block_size=256),
+    Case(contexts=[511, 40, 129, 1], queries=[3, 2, 0, 1], kv_heads=1, group=2, dim=32),
+    Case(contexts=[512], queries=[15], kv_heads=1, group=1, dim=32),  # the last split is partly in the future
 ]
 
 
@@ -143,22 +146,31 @@ def test_a_kernel_given_a_new_batch_makes_a_new_work_list():
         assert_close(run_prefill(kernel, case, *pool_of(case, DEVICE)).cpu(), expected_prefill(case), case.dtype)
 
 
-def test_tiles_shrink_for_short_chunks_and_for_few_tiles():
-    heads = Heads(kv_heads=8, group=4, head_dim=128, padded_dim=128, block_size=16)
+def fitted(queries, context, group=4):
+    """Rows per tile and splits for chunks of `queries` tokens on a device of 132 multiprocessors, 8 KV heads."""
+    heads = Heads(kv_heads=8, group=group, head_dim=128, padded_dim=128, block_size=16)
+    case = Case(contexts=[max(context, n) for n in queries], queries=queries)
+    batch = prefill_batch(case, torch.zeros(len(queries), 1, dtype=torch.int32))
     tiles = table_tiles("prefill", (9, 0), torch.bfloat16, 128)
+    tiles, splits = fit(tiles, heads, sum(queries), batch, num_multiprocessors=132)
+    return tiles.rows, splits
 
-    def rows(queries):
-        tables = torch.zeros(len(queries), 1, dtype=torch.int32)
-        batch = prefill_batch(Case(contexts=queries, queries=queries), tables)
-        return fit(tiles, heads, sum(queries), batch, num_multiprocessors=132).rows
 
-    assert (rows([8192]), rows([300]), rows([16]), rows([4] * 1000)) == (128, 64, 16, 16)
+def test_tiles_shrink_for_short_chunks_and_for_few_tiles():
+    assert fitted([8192], context=8192) == (128, 1)
+    assert fitted([300], context=300) == (64, 1)
+    assert fitted([40], context=40) == (16, 1)
+    assert fitted([4] * 1000, context=8192) == (16, 1)
+
+
+def test_a_short_chunk_over_a_long_prefix_is_split_to_fill_the_device():
+    assert fitted([100], context=32768) == (64, 5)  # 7 tiles of 8 heads
+    assert fitted([1], context=131072) == (16, 33)
 
 
 def test_a_tile_holds_at_least_one_token_of_the_largest_group():
-    heads = Heads(kv_heads=1, group=71, head_dim=64, padded_dim=64, block_size=16)
-    batch = prefill_batch(Case(contexts=[8], queries=[8]), torch.zeros(1, 1, dtype=torch.int32))
-    assert fit(SMALL, heads, 8, batch, num_multiprocessors=132).rows == 128
+    assert fitted([8], context=8, group=71)[0] == 128
+    assert fitted([8], context=8, group=200)[0] == 256
 
 
 def test_splits_fill_the_device_and_stay_the_same_while_a_graph_serves():

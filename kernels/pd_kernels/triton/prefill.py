@@ -24,19 +24,23 @@ from torch import Tensor
 from pd_kernels.protocols import PrefillBatch
 from pd_kernels.triton.arguments import LOG2_E, Heads, check, multiprocessors, on, precision
 from pd_kernels.triton.softmax import attend
+from pd_kernels.triton.splits import join, num_splits, scratch, share, store
 from pd_kernels.triton.tiles import TileBook, Tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _prefill(  # noqa: PLR0913  # a kernel takes flat arguments
     q: tl.tensor,
     kv: tl.tensor,
     out: tl.tensor,
+    part: tl.tensor,  # scratch of the splits
+    weight: tl.tensor,
     work: tl.tensor,  # int32 [items, 2]: request, its first token in this tile; request -1 for no work
     query_start: tl.tensor,
     context_lens: tl.tensor,
     tables: tl.tensor,
     scale_log2: tl.tensor,
+    num_splits: tl.tensor,
     q_token_stride: tl.tensor,
     q_head_stride: tl.tensor,
     block_stride: tl.tensor,
@@ -52,10 +56,12 @@ def _prefill(  # noqa: PLR0913  # a kernel takes flat arguments
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
 ) -> None:
     TOKENS: tl.constexpr = ROWS // GROUP
     item = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
+    split = tl.program_id(1)
     request = tl.load(work + 2 * item)
     if request < 0:
         return
@@ -69,9 +75,10 @@ def _prefill(  # noqa: PLR0913  # a kernel takes flat arguments
     column = tl.arange(0, DIM)
     token = first + row // GROUP
     row_head = head * GROUP + row % GROUP
-    wanted = ((row < TOKENS * GROUP) & (token < length))[:, None] & (column < HEAD_DIM)[None, :]
+    exists = (row < TOKENS * GROUP) & (token < length)
     q_row = (start + token).to(tl.int64)
     q_at = q_row * q_token_stride + row_head * q_head_stride
+    wanted = exists[:, None] & (column < HEAD_DIM)[None, :]
     queries = tl.load(q + q_at[:, None] + column[None, :], mask=wanted, other=0.0)
     position = prefix + token
 
@@ -81,9 +88,15 @@ def _prefill(  # noqa: PLR0913  # a kernel takes flat arguments
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIM], tl.float32)
-    whole = (prefix + first + 1) // KEYS * KEYS  # every row of the tile sees the keys before it: no mask
+    origin = 0
     limit = tl.minimum(context, prefix + first + TOKENS)
-    for begin in range(0, whole, KEYS):
+    if SPLIT:
+        span = share(limit, num_splits, KEYS)
+        origin = split * span
+        limit = tl.minimum(origin + span, limit)
+    whole = (prefix + first + 1) // KEYS * KEYS  # every row of the tile sees the keys before it: no mask
+    whole = tl.maximum(tl.minimum(whole, limit), origin)
+    for begin in range(origin, whole, KEYS):
         top, total, mixed = attend(
             queries, top, total, mixed, keys, values, table, begin, limit, position, scale_log2,
             block_stride, token_stride, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, False, PRECISION,
@@ -94,9 +107,8 @@ def _prefill(  # noqa: PLR0913  # a kernel takes flat arguments
             block_stride, token_stride, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, True, PRECISION,
         )  # fmt: skip
 
-    out_at = q_row * (KV_HEADS * GROUP * HEAD_DIM) + row_head * HEAD_DIM
-    result = (mixed / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + out_at[:, None] + column[None, :], result, mask=wanted)
+    out_row = q_row * (KV_HEADS * GROUP) + row_head
+    store(out, part, weight, out_row, exists, top, total, mixed, num_splits, split, HEAD_DIM, DIM, SPLIT)
 
 
 def work_list(batch: PrefillBatch, num_tokens: int, tokens: int) -> Tensor:
@@ -120,15 +132,29 @@ def work_list(batch: PrefillBatch, num_tokens: int, tokens: int) -> Tensor:
     return torch.stack([request.where(exists, -1), first], dim=1)[order].to(torch.int32).contiguous()
 
 
-def fit(tiles: Tiles, heads: Heads, num_tokens: int, batch: PrefillBatch, num_multiprocessors: int) -> Tiles:
-    """Fewer rows per tile where chunks are short, or where tiles would be too few for the device."""
+def fit(
+    tiles: Tiles, heads: Heads, num_tokens: int, batch: PrefillBatch, num_multiprocessors: int
+) -> tuple[Tiles, int]:
+    """Rows per tile and splits of the keys: fewer rows where chunks are short; where tiles are too few for the device,
+    fewer rows down to 64, then splits if the context is long enough to divide, else fewer rows still.
+    """
+
+    def programs(rows: int) -> int:
+        tokens = rows // heads.group
+        return heads.kv_heads * max((num_tokens + tokens - 1) // tokens, batch.context_lens.shape[0])
+
+    def splits(rows: int) -> int:
+        if programs(rows) >= num_multiprocessors:
+            return 1
+        return num_splits(programs(rows), batch.max_context, tiles.keys, num_multiprocessors)
+
     rows = max(tiles.rows, triton.next_power_of_2(heads.group))
     for fewer in (64, 16):
-        if fewer < rows and fewer >= heads.group:
-            items = max(triton.cdiv(num_tokens, rows // heads.group), batch.context_lens.shape[0])
-            if batch.max_query * heads.group <= fewer or items * heads.kv_heads < num_multiprocessors:
+        if heads.group <= fewer < rows:
+            idle = programs(rows) * (splits(rows) if fewer < 64 else 1) < num_multiprocessors
+            if idle or batch.max_query * heads.group <= fewer:
                 rows = fewer
-    return replace(tiles, rows=rows, warps=4 if rows < tiles.rows else tiles.warps)
+    return replace(tiles, rows=rows, warps=4 if rows < tiles.rows else tiles.warps), splits(rows)
 
 
 class TritonPrefill:
@@ -148,18 +174,22 @@ class TritonPrefill:
         if q.shape[0] == 0 or batch.max_query == 0:
             return
         tiles = self._book.tiles("prefill", q.device, q.dtype, heads.head_dim)
-        tiles = fit(tiles, heads, q.shape[0], batch, multiprocessors(q.device))
+        tiles, splits = fit(tiles, heads, q.shape[0], batch, multiprocessors(q.device))
         with on(q.device):
             work = self._work(batch, q.shape[0], tiles.rows // heads.group)
-            _prefill[(work.shape[0] * heads.kv_heads,)](
+            part, weight = scratch(out, splits)
+            _prefill[(work.shape[0] * heads.kv_heads, splits)](
                 q,
                 kv,
                 out,
+                part,
+                weight,
                 work,
                 batch.query_start,
                 batch.context_lens,
                 tables,
                 scale * LOG2_E,
+                splits,
                 q.stride(0),
                 q.stride(1),
                 *kv.stride()[:4],
@@ -172,9 +202,12 @@ class TritonPrefill:
                 ROWS=tiles.rows,
                 KEYS=tiles.keys,
                 PRECISION=precision(q.dtype),
+                SPLIT=splits > 1,
                 num_warps=tiles.warps,
                 num_stages=tiles.stages,
             )
+            if splits > 1:
+                join(out, part, weight, splits)
 
     def _work(self, batch: PrefillBatch, num_tokens: int, tokens: int) -> Tensor:
         if batch.query_start.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -64,8 +64,11 @@ def attend(  # noqa: PLR0913  # a kernel takes flat arguments
         score = tl.where(exists[None, :] & (key[None, :] <= position[:, None]), score, float("-inf"))
     # The scale is positive, so the largest product gives the largest score and scaling fuses with the subtraction.
     higher = tl.maximum(top, tl.max(score, 1) * scale_log2)
-    weight = tl.exp2(score * scale_log2 - higher[:, None])
-    shrink = tl.exp2(top - higher)
+    base = higher
+    if MASKED:  # a row may have met no key yet
+        base = tl.where(higher > float("-inf"), higher, 0.0)
+    weight = tl.exp2(score * scale_log2 - base[:, None])
+    shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weight, 1)
     mixed = tl.dot(weight.to(v.dtype), v, mixed * shrink[:, None], input_precision=PRECISION)
     return higher, total, mixed
