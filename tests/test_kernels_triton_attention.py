@@ -170,7 +170,6 @@ def test_a_short_chunk_over_a_long_prefix_is_split_to_fill_the_device():
 
 def test_a_tile_holds_at_least_one_token_of_the_largest_group():
     assert fitted([8], context=8, group=71)[0] == 128
-    assert fitted([8], context=8, group=200)[0] == 256
 
 
 def test_splits_fill_the_device_and_stay_the_same_while_a_graph_serves():
@@ -194,6 +193,15 @@ def test_what_a_kernel_cannot_do_is_refused_by_shape(run, kernel):
         run(kernel(), case, q.double(), kv.double(), tables)
     with pytest.raises(ValueError, match="int32"):
         run(kernel(), case, q, kv, tables.long())
+    with pytest.raises(ValueError, match="258"):
+        run(kernel(), case, q[:, :1].expand(-1, 258, -1), kv, tables)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU multiplies bfloat16 right")
+def test_bfloat16_is_refused_under_the_interpreter():
+    case = Case(contexts=[4], queries=[1], dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="interpreter"):
+        run_decode(TritonDecode(), case, *pool_of(case))
 
 
 def test_a_tuned_file_serves_its_own_device_dtype_and_head_size_only(tmp_path):

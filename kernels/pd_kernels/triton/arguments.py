@@ -15,6 +15,7 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOG2_E = 1.4426950408889634
+MOST_HEADS = 128  # query heads of one KV head: they share a tile
 INTERPRETED_MULTIPROCESSORS = 8  # what the interpreter pretends to have, so that small tests are split too
 
 
@@ -42,11 +43,18 @@ def check(q: Tensor, kv: Tensor, tables: Tensor, lengths: tuple[Tensor, ...], sc
         raise ValueError(f"attention of q {tuple(q.shape)} over kv {tuple(kv.shape)}: not the shapes of the protocol")
     q_heads, head_dim = q.shape[1:]
     kv_heads, block_size = kv.shape[2:4]
-    fits = kv.shape[4] == head_dim and kv_heads > 0 and q_heads % kv_heads == 0 and kv.stride(4) == 1
+    group = q_heads // max(kv_heads, 1)
+    fits = kv.shape[4] == head_dim and group > 0 and q_heads == group * kv_heads and kv.stride(4) == 1
     if q.dtype not in DTYPES or kv.dtype != q.dtype or not fits or q.stride(2) != 1 or not 1 <= head_dim <= 256:
         raise ValueError(
             f"attention of q {tuple(q.shape)} {q.dtype} over kv {tuple(kv.shape)} {kv.dtype} {kv.stride()}"
         )
+    if group > MOST_HEADS:
+        raise ValueError(
+            f"attention of q {tuple(q.shape)} over {kv_heads} KV heads: more than {MOST_HEADS} heads to one"
+        )
+    if INTERPRETED and q.dtype is torch.bfloat16:
+        raise ValueError("Triton's interpreter multiplies bfloat16 wrongly: use float32 or float16 there")
     if not out.is_contiguous() or out.shape != q.shape or out.dtype != q.dtype:
         raise ValueError(f"out must be contiguous {tuple(q.shape)} {q.dtype}, not {tuple(out.shape)} {out.dtype}")
     if tables.dtype != torch.int32 or (tables.shape[1] > 1 and tables.stride(1) != 1):
@@ -57,7 +65,7 @@ def check(q: Tensor, kv: Tensor, tables: Tensor, lengths: tuple[Tensor, ...], sc
         raise ValueError(f"attention of q on {q.device}: kv, out and the batch must be there too")
     if not scale > 0:
         raise ValueError(f"the scale of attention must be positive, not {scale}")
-    return Heads(kv_heads, q_heads // kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), block_size)
+    return Heads(kv_heads, group, head_dim, max(16, triton.next_power_of_2(head_dim)), block_size)
 
 
 def precision(dtype: torch.dtype) -> str:
