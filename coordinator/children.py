@@ -65,6 +65,7 @@ class Children:
             max_model_len=prepared.max_model_len,
             max_choices=prepared.config.core.max_queued_requests,
             dtype=prepared.config.engine.dtype,
+            decode_weights=prepared.config.engine.decode_weights,
             listen_fd=prepared.http.fileno(),
             seed=(prepared.config.core.seed or 0) + int(name.rpartition("-")[2]),
             drain_s=self._drain_s,

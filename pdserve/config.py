@@ -193,6 +193,7 @@ class FrontConfig:
     max_model_len: int
     max_choices: int  # of one request
     dtype: str
+    decode_weights: str
     listen_fd: int  # bound and listening, shared by all front ends
     seed: int  # of the seeds drawn for requests that name none
     drain_s: float  # how long open streams may go on after SIGTERM

@@ -198,12 +198,15 @@ def _cgroup_left(folder: Path, limit_name: str, usage_name: str) -> int | None:
     return int(limit) - usage + reclaimable
 
 
-def pool_blocks(engine: EngineOptions, layout: KVLayout, available_bytes: int, num_workers: int) -> int:
+def pool_blocks(
+    engine: EngineOptions, layout: KVLayout, available_bytes: int, num_workers: int, *, share: float | None = None
+) -> int:
     """Blocks of one worker's pool, the null block included, when `num_workers` pools share `available_bytes`.
 
-    Raises `ConfigError` when the pool does not fit, or could not hold one sequence of an explicit --max-model-len.
+    `share` of the memory is taken where no size is given. Raises `ConfigError` when the pool does not fit, or could not
+    hold one sequence of an explicit --max-model-len.
     """
-    share = min(DEFAULT_KV_SHARE, MOST_KV_SHARE / num_workers)
+    share = min(DEFAULT_KV_SHARE, MOST_KV_SHARE / num_workers) if share is None else share
     if engine.kv_blocks is not None:
         num_blocks, origin = engine.kv_blocks, f"--kv-blocks {engine.kv_blocks}"
     elif engine.kv_memory_gb is not None:

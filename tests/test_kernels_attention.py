@@ -1,96 +1,17 @@
 """Attention over the paged cache: the native kernels against the reference, unused memory poisoned with NaN."""
 
 import platform
-from dataclasses import dataclass
 
 import pytest
 import torch
+from kernel_kit import Case, assert_close, naive, pool_of, run_decode, run_prefill, with_dtype
 
 from pd_kernels.cpu.attention import CpuDecode, CpuPrefill
 from pd_kernels.cpu.build import Toolchain
 from pd_kernels.cpu.library import load
-from pd_kernels.protocols import DecodeBatch, PrefillBatch
 from pd_kernels.reference import decode_attention, prefill_attention
 
 ARCHES = ["native", "x86-64-v3"] if platform.machine() == "x86_64" else ["native"]
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-
-
-@dataclass(kw_only=True)
-class Case:
-    contexts: list[int]
-    queries: list[int]  # rows per request
-    kv_heads: int = 2
-    group: int = 3
-    dim: int = 64
-    block_size: int = 16
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-
-
-def pool_of(case):
-    """A pool of three layers filled with NaN, the used rows of the middle one random; tables with poisoned tails."""
-    generator = torch.Generator().manual_seed(case.seed)
-    needed = [-(-c // case.block_size) for c in case.contexts]
-    num_blocks = sum(needed) + 3
-    pool = torch.full((num_blocks, 3, 2, case.kv_heads, case.block_size, case.dim), float("nan"), dtype=case.dtype)
-    ids = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
-    tables = torch.full((len(needed), max(needed) + 2), 2**31 - 1, dtype=torch.int32)
-    kv, taken = pool[:, 1], 0
-    for r, (count, context) in enumerate(zip(needed, case.contexts, strict=True)):
-        tables[r, :count] = ids[taken : taken + count]
-        taken += count
-        for position in range(context):
-            row = torch.randn(2, case.kv_heads, case.dim, generator=generator).to(case.dtype)
-            kv[tables[r, position // case.block_size], :, :, position % case.block_size] = row
-    q = torch.randn(sum(case.queries), case.kv_heads * case.group, case.dim, generator=generator).to(case.dtype)
-    return q, kv, tables
-
-
-def prefill_batch(case, tables):
-    starts = torch.tensor([0, *case.queries]).cumsum(0).to(torch.int32)
-    contexts = torch.tensor(case.contexts, dtype=torch.int32)
-    return PrefillBatch(
-        query_start=starts,
-        context_lens=contexts,
-        block_tables=tables,
-        max_query=max(case.queries),
-        max_context=max(case.contexts),
-    )
-
-
-def run_prefill(kernel, case, q, kv, tables):
-    out = torch.full_like(q, float("nan"))
-    kernel(q, kv, prefill_batch(case, tables), case.dim**-0.5, out)
-    return out
-
-
-def run_decode(kernel, case, q, kv, tables):
-    contexts = torch.tensor(case.contexts, dtype=torch.int32)
-    out = torch.full_like(q, float("nan"))
-    batch = DecodeBatch(context_lens=contexts, block_tables=tables, max_context=max(case.contexts))
-    kernel(q, kv, batch, case.dim**-0.5, out)
-    return out
-
-
-def naive(case, q, kv, tables):
-    """Attention by its definition in float64, one query head at a time."""
-    out, row = torch.empty(q.shape, dtype=torch.float64), 0
-    for r, (context, queries) in enumerate(zip(case.contexts, case.queries, strict=True)):
-        slots = [(tables[r, p // case.block_size], p % case.block_size) for p in range(context)]
-        keys, values = (torch.stack([kv[b, i, :, o] for b, o in slots]).double() for i in (0, 1))
-        for position in range(context - queries, context):
-            for head in range(q.shape[1]):
-                k, v = (x[: position + 1, head // case.group] for x in (keys, values))
-                out[row, head] = torch.softmax(k @ q[row, head].double() * case.dim**-0.5, 0) @ v
-            row += 1
-    return out
-
-
-def assert_close(actual, expected, dtype):
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-
-
 RAGGED = Case(contexts=[1, 15, 16, 17, 33, 100], queries=[1, 3, 16, 17, 2, 50])
 GROUPS = [Case(contexts=[5, 40], queries=[5, 7], kv_heads=1 + (g == 3), group=g) for g in (1, 3, 4, 7, 8)]
 DIMS = [Case(contexts=[19, 35], queries=[19, 20], dim=d) for d in (16, 32, 64, 80, 96, 128, 256)]
@@ -109,10 +30,6 @@ DECODE = [
         *(([9, 140], {"block_size": b}) for b in (1, 5, 16, 64)),
     ]
 ]
-
-
-def with_dtype(case, dtype):
-    return Case(**{**vars(case), "dtype": dtype})
 
 
 @pytest.mark.parametrize("case", [RAGGED, DIMS[3], GROUPS[3]], ids=str)

@@ -23,7 +23,12 @@ def test_auto_on_cpu_is_native_and_says_for_which_instructions():
 def test_auto_on_cuda_is_the_reference_and_says_why():
     kernels = select("cuda:0", "bfloat16", 64)
     assert kernels.name == "reference"
-    assert "not on cuda" in kernels.why
+    assert "finds no GPU" in kernels.why
+
+
+def test_interpreted_triton_kernels_can_be_forced_on_a_cpu():
+    kernels = select("cpu", "float32", 64, force="triton")
+    assert (kernels.name, kernels.why) == ("triton", "triton: interpreted on the CPU, float32")
 
 
 @pytest.mark.parametrize(("dtype", "head_dim", "reason"), [("float16", 64, "float16"), ("float32", 72, "72")])
@@ -40,7 +45,9 @@ def test_the_reference_can_be_forced():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("cpu", "bfloat16", 64, "triton"), "auto, reference, cpu"),
+        (("cpu", "float32", 64, "cutlass"), "auto, reference, cpu, triton"),
+        (("cpu", "bfloat16", 64, "triton"), "bfloat16"),
+        (("cpu", "float32", 512, "triton"), "512"),
         (("tpu:0", "bfloat16", 64), "tpu:0"),
         (("cpu", "int8", 64), "int8"),
         (("cpu", "float32", 63), "63"),

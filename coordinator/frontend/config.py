@@ -5,7 +5,8 @@ Owns the configuration's checks, not the flags' spelling. Invariant: a config th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdserve.errors import ConfigError
@@ -26,6 +27,7 @@ class FrontConfig:
     is_insecure: bool = False  # a bind beyond loopback without keys was asked for in so many words
     cors_origins: tuple[str, ...] = ()
     max_body_mb: float = 8.0
+    weights: Mapping[str, str] = field(default_factory=dict)  # precision in each pool
     max_choices: int = 256  # of one request; more could never wait together
     max_preparing: int = 256  # requests being rendered and tokenized at once
     request_timeout_s: float = 600.0

@@ -42,6 +42,7 @@ def front_config(told: shared.FrontConfig) -> FrontConfig:
         is_insecure=http.insecure,
         cors_origins=(http.cors_origin,) if http.cors_origin else (),
         max_choices=told.max_choices,
+        weights={"prefill": told.dtype, "decode": "int8" if told.decode_weights == "int8" else told.dtype},
         max_body_mb=http.max_body_mb,
         request_timeout_s=told.timeouts.request_timeout_s,
         client_buffer_kb=http.client_buffer_kb,

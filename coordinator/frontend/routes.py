@@ -133,6 +133,7 @@ class Routes:
             "owned_by": "pdserve",
             "max_model_len": length,
             "context_length": length,
+            "weights": dict(self._front.config.weights),
         }
 
 

@@ -6,6 +6,9 @@ Invariant: a forced set is used or refused, never replaced; `auto` falls back to
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import torch
 
 from pd_kernels.cpu import build
@@ -16,9 +19,10 @@ from pd_kernels.protocols import KernelSet
 from pd_kernels.reference import reference_set
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SETS = ("reference", "cpu")
+SETS = ("reference", "cpu", "triton")
 CPU_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 CPU_DTYPES = ("float32", "bfloat16")
+MOST_TRITON_HEAD_DIM = 256
 
 
 class KernelError(ValueError):
@@ -43,14 +47,16 @@ def select(
         raise KernelError(f"no kernels for head_dim {head_dim}: it must be even and positive")
     if force == "reference":
         return reference_set(device, "reference: plain torch, as asked for")
-    obstacle = _cpu_obstacle(kind, dtype, head_dim)
+    tools = tools or build.Toolchain()
+    wanted = force if force != "auto" else "cpu" if kind == "cpu" else "triton"
+    obstacle = (_cpu_obstacle if wanted == "cpu" else _triton_obstacle)(kind, dtype, head_dim)
     if obstacle is None:
         try:
-            return _cpu_set(load(tools or build.Toolchain()), dtype)
+            return _cpu_set(load(tools), dtype) if wanted == "cpu" else _triton_set(device, dtype, tools.folder)
         except build.BuildError as error:
             obstacle = str(error)
-    if force == "cpu":
-        raise KernelError(f"the cpu kernels cannot be used: {obstacle}")
+    if force != "auto":
+        raise KernelError(f"the {force} kernels cannot be used: {obstacle}")
     return reference_set(device, f"reference: plain torch, because {obstacle}")
 
 
@@ -62,6 +68,42 @@ def _cpu_obstacle(kind: str, dtype: str, head_dim: int) -> str | None:
     if head_dim not in CPU_HEAD_DIMS:
         return f"the native kernels take head_dim {', '.join(map(str, CPU_HEAD_DIMS))}, not {head_dim}"
     return None
+
+
+def _triton_obstacle(kind: str, dtype: str, head_dim: int) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if kind == "cpu":
+        from pd_kernels.triton.arguments import INTERPRETED
+
+        if not INTERPRETED:
+            return "the Triton kernels run on cuda:N; on cpu only interpreted, with TRITON_INTERPRET=1"
+        if dtype == "bfloat16":
+            return "Triton's interpreter multiplies bfloat16 wrongly; use float32 or float16"
+    elif not torch.cuda.is_available():
+        return "this PyTorch finds no GPU"
+    if head_dim > MOST_TRITON_HEAD_DIM:
+        return f"the Triton kernels take head_dim up to {MOST_TRITON_HEAD_DIM}, not {head_dim}"
+    return None
+
+
+def _triton_set(device: str, dtype: str, folder: Path) -> KernelSet:
+    from pd_kernels.triton.decode import TritonDecode
+    from pd_kernels.triton.layer import TritonLayer
+    from pd_kernels.triton.prefill import TritonPrefill
+    from pd_kernels.triton.sampling import TritonSampling
+    from pd_kernels.triton.tiles import TileBook
+
+    book = TileBook(folder)
+    where = torch.cuda.get_device_name(device) if device.startswith("cuda") else "interpreted on the CPU"
+    return KernelSet(
+        name="triton",
+        why=f"triton: {where}, {dtype}",
+        prefill=TritonPrefill(book),
+        decode=TritonDecode(book),
+        layer=TritonLayer(),
+        sampling=TritonSampling(torch.device(device)),
+    )
 
 
 def _cpu_set(library: Library, dtype: str) -> KernelSet:

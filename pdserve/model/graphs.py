@@ -37,7 +37,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        side = torch.cuda.Stream(self._device)
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):  # compiles kernels and fills library workspaces outside the recording
             work()
@@ -93,7 +93,8 @@ class DecodeGraphs:
         size = self._sizes[bisect_left(self._sizes, rows)]
         context = self._contexts[bisect_left(self._contexts, decode.max_context)]
         width = decode.block_tables.shape[1]
-        for buffer, given in ((self._tokens, batch.tokens), (self._positions, batch.positions), (self._slots, batch.slots)):
+        inputs = (batch.tokens, batch.positions, batch.slots)
+        for buffer, given in zip((self._tokens, self._positions, self._slots), inputs, strict=True):
             buffer[:rows].copy_(given)
             buffer[rows:size].zero_()
         self._lens[:rows].copy_(decode.context_lens)

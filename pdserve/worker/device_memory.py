@@ -26,7 +26,7 @@ class DeviceMemory:
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             reason = str(error).splitlines()[0]
             raise ConfigError(f"the KV pool of {num_bytes / 1e9:.2f} GB does not fit {device}: {reason}") from None
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def page_kind(self) -> str:

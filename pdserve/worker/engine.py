@@ -7,6 +7,7 @@ here survives a change of epoch; what must not is in the life of a node.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Triton kernels for GPUs; under TRITON_INTERPRET=1 they also run on CPU tensors."""
+"""Triton kernels: written once, compiled for the GPU they run on, or interpreted on CPU tensors for tests."""

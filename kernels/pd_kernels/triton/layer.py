@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from pd_kernels.int8 import Int8Linear
 from pd_kernels.protocols import PackedLinear
 
 MAX_HIDDEN = 32768  # one program holds a whole row
@@ -231,8 +232,15 @@ class TritonLayer:
             _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), inner, BLOCK=_SILU_BLOCK)
         return out
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> PackedLinear:
-        """torch's product; with `float32_out`, half precision on CUDA leaves cuBLAS's float32 sums unrounded."""
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False, int8: bool = False
+    ) -> PackedLinear:
+        """torch's product; with `float32_out`, half precision on CUDA leaves cuBLAS's float32 sums unrounded.
+
+        `int8` works, in float32 and slowly: no GPU serves such weights yet.
+        """
+        if int8:
+            return Int8Linear(weight, bias, float32_out)
         if not float32_out:
             return lambda x: functional.linear(x, weight, bias)
         if weight.is_cuda and weight.dtype is not torch.float32 and _mm_takes_out_dtype():
