@@ -31,6 +31,13 @@ def test_the_reference_kernels_say_the_same(family):
     assert Engine(directory, force="reference").generate(asked, NUM_NEW, chunk=32) == expected
 
 
+def test_interpreted_triton_kernels_say_the_same(family):
+    directory, asked, expected = family
+    few = [LENGTHS.index(17), LENGTHS.index(33)]
+    engine = Engine(directory, force="triton")
+    assert engine.generate([asked[at] for at in few], 3, chunk=32) == [expected[at][:3] for at in few]
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64, 1000])
 def test_greedy_text_equals_transformers_when_batched_in_chunks(family, chunk):
     directory, asked, expected = family

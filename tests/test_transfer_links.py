@@ -10,10 +10,10 @@ from kv_transfer.selftest import self_test
 from pdserve.errors import TransferError
 
 
-@pytest.fixture(params=["shm", "memfd", "tcp"])
+@pytest.fixture(params=["shm", "memfd", "tcp", "device"])
 def pair(request, tmp_path):
-    kind = "tcp" if request.param == "tcp" else "shm"
-    with linked(kind, tmp_path, shared=request.param == "memfd") as pair:
+    kind = "tcp" if request.param in ("tcp", "device") else "shm"
+    with linked(kind, tmp_path, shared=request.param == "memfd", on_device=request.param == "device") as pair:
         yield pair
         assert pair.reader.num_pending == 0
 
@@ -153,7 +153,9 @@ def test_the_self_test_passes_and_disturbs_no_block(pair):
 
 
 def test_the_self_test_notices_other_bytes_than_expected(pair):
-    pair.owner.bytes_of(pair.owner.test_blocks.start)[5] ^= 1
+    changed = pair.owner.read(pair.owner.test_blocks.start).copy()
+    changed[5] ^= 1
+    pair.owner.write(pair.owner.test_blocks.start, changed)
     with pytest.raises(TransferError) as caught:
         self_test(pair.reader, pair.local, peer_num_blocks=NUM_BLOCKS)
     assert caught.value.reason == "self_test"

@@ -1,10 +1,13 @@
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transfer_kit import run, target
+from transfer_kit import LAYOUT, make_pool, run, target
 
+from kv_transfer.offers import export_pool
 from kv_transfer.plan import Coverage, Piece, adjacent, check_run, coalesce
-from pdserve.errors import TransferError
+from pdserve.errors import ConfigError, TransferError
 
 
 def pairs(coverage, target_, *runs):
@@ -161,3 +164,23 @@ def test_pieces_say_exactly_the_same_as_the_pairs(both):
     pieces = coalesce([source for source, _ in both], [destination for _, destination in both])
     spelled = [(piece.source + i, piece.destination + i) for piece in pieces for i in range(piece.count)]
     assert spelled == both
+
+
+def test_a_pool_on_a_device_travels_over_tcp_only(tmp_path):
+    pool = make_pool(on_device=True)
+    with pytest.raises(ConfigError, match="--kv-link shm cannot reach a KV pool on a device"):
+        export_pool(pool, kinds="shm", folder=tmp_path / "run")
+    exports = export_pool(pool, kinds="auto", folder=tmp_path / "run")
+    assert [offer.kind for offer in exports.offers] == ["tcp"]
+    exports.close()
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("reader", "owner", "obstacle"),
+    [("full", "full", None), ("int8", "full", None), ("int8", "int8", None), ("full", "int8", "int8 weights")],
+)
+def test_kv_of_int8_weights_never_enters_a_full_cache(reader, owner, obstacle):
+    mine, theirs = (dataclasses.replace(LAYOUT, weights=weights) for weights in (reader, owner))
+    why = mine.why_unreadable(theirs)
+    assert why is None if obstacle is None else obstacle in why

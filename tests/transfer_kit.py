@@ -6,6 +6,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import zmq
 
 from kv_transfer.header import new_epoch
@@ -15,14 +16,19 @@ from kv_transfer.plan import Target
 from kv_transfer.pool import Pool
 from pdserve.layout import KVLayout
 from pdserve.messages import Key, PeerInfo, Published, Run
+from pdserve.worker.device_memory import DeviceMemory
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=8, block_size=4)
 KEY = Key(request="r", attempt=1)
 NUM_BLOCKS = 64
 
 
-def make_pool(shared=False, num_blocks=NUM_BLOCKS):
-    return Pool(num_blocks=num_blocks, block_bytes=LAYOUT.block_bytes, epoch=new_epoch(), shared=shared)
+def make_pool(shared=False, num_blocks=NUM_BLOCKS, *, on_device=False):
+    """With `on_device` in memory that links may only copy from and to, as a GPU's."""
+    allocate = (lambda size: DeviceMemory(size, "cpu")) if on_device else None
+    return Pool(
+        num_blocks=num_blocks, block_bytes=LAYOUT.block_bytes, epoch=new_epoch(), shared=shared, allocate=allocate
+    )
 
 
 def peer_of(pool, offers, layout=LAYOUT):
@@ -40,12 +46,12 @@ def peer_of(pool, offers, layout=LAYOUT):
 def fill(pool, *blocks):
     """Each block holds its own number in every byte."""
     for block in blocks:
-        pool.bytes_of(block)[:] = block
+        pool.write(block, np.full(pool.block_bytes, block, dtype=np.uint8))
 
 
 def content(pool, block):
     """The one value that every byte of a block has, or None."""
-    data = pool.bytes_of(block)
+    data = pool.read(block)
     return int(data[0]) if (data == data[0]).all() else None
 
 
@@ -88,9 +94,9 @@ class Pair:
 
 
 @contextmanager
-def linked(kind, folder, shared=False):
+def linked(kind, folder, shared=False, *, on_device=False):
     """`kind` is shm or tcp; nothing is pending at the end, and everything closes."""
-    owner, local = make_pool(shared), make_pool()
+    owner, local = make_pool(shared, on_device=on_device), make_pool(on_device=on_device)
     context = zmq.Context()
     exports = export_pool(owner, kinds=kind, folder=folder / "run")
     peer = peer_of(owner, exports.offers)
