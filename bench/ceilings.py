@@ -130,3 +130,12 @@ def gemm(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, kernels: LayerKe
             if per_s > best.per_s:
                 best = Ceiling(per_s=per_s, how=f"{name}, {num_rows} x {k} x {n}")
     return best
+
+
+def copy_bandwidth(num_bytes: int) -> Ceiling:
+    """Bytes copied per second from one buffer in huge pages to another; each is read once and written once."""
+    arena = Arena()
+    source, target = (arena.empty((num_bytes // 8,), torch.int64) for _ in range(2))
+    source.fill_(1)
+    target.fill_(2)
+    return Ceiling(per_s=num_bytes / time_s(lambda: target.copy_(source)), how="torch copy_")

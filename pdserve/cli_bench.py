@@ -14,7 +14,7 @@ import typer
 
 bench = typer.Typer(
     name="bench",
-    help="Measure: engine speed, exactness, or a server under load.",
+    help="Measure: kernels, engine speed, exactness, or a server under load.",
     epilog="Example: pdserve bench load --rate 4 --requests 100 --json out.json",
     no_args_is_help=True,
 )
@@ -39,6 +39,17 @@ def engine(json: JsonFile = None, quick: Quick = False, seed: Seed = 0, model: M
     from bench.report import BenchOptions
 
     _run("bench.engine", BenchOptions(json=json, is_quick=quick, seed=seed, model=model))
+
+
+@bench.command()
+def kernels(json: JsonFile = None, quick: Quick = False, seed: Seed = 0) -> None:
+    """Every kernel over a grid of shapes on one core, as shares of this machine's ceilings.
+
+    Example: pdserve bench kernels --json kernels.json
+    """
+    from bench.report import BenchOptions
+
+    _run("bench.kernels", BenchOptions(json=json, is_quick=quick, seed=seed))
 
 
 @bench.command()
