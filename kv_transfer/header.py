@@ -120,9 +120,6 @@ class HeaderView:
             return "epoch"
         return None if is_equal else "stale_generation"
 
-    def still_valid(self, epoch: str, blocks: Sequence[int], generations: Sequence[int]) -> bool:
-        return self.why_invalid(epoch, blocks, generations) is None
-
 
 def _equal(current: npt.NDArray[np.uint64], blocks: Sequence[int], generations: Sequence[int]) -> bool:
     """Whether every block has its generation; ids out of range or lists of unequal length never do."""
