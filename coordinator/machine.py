@@ -35,7 +35,6 @@ from coordinator.world import Digests, StopsAtFirst, World
 from pdserve.layout import KVLayout
 from pdserve.messages import (
     Abandon,
-    Accepted,
     CacheEvents,
     DrainWorker,
     Failure,
@@ -176,7 +175,6 @@ class Machine:
             refuse(world, front, submit, outcome)
             return
         live.clock.admitted(world.now_ns)
-        world.send(front, Accepted(ticket=submit.ticket, request=live.request))
         world.lives.add(live)
         world.wait(live)
 

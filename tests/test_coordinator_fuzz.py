@@ -30,7 +30,6 @@ from coordinator.machine import Machine
 from pdserve import phases
 from pdserve.messages import (
     Abandon,
-    Accepted,
     Counts,
     DrainWorker,
     Drop,
@@ -100,7 +99,6 @@ class FakeWorker:
 class Client:
     submit: Submit
     front: str
-    is_accepted: bool = False
     text: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, SampleEnded] = field(default_factory=dict)
     ended: list[Ended] = field(default_factory=list)
@@ -157,9 +155,6 @@ class CoordinatorFuzz(RuleBasedStateMachine):
         client = self.clients[front, message.ticket]
         assert not client.ended, (client, message)
         match message:
-            case Accepted():
-                assert not client.is_accepted
-                client.is_accepted = True
             case Output():
                 text = client.text.setdefault(message.sample, [])
                 assert message.first == len(text) and message.sample not in client.ends, (client, message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,8 +20,9 @@ def main(plain: Mapping[str, Any]) -> int:
     told = from_plain(shared.FrontConfig, plain)
 
     def connect(on_message: Callable[[Any], None], on_lost: Callable[[], None]) -> AsyncCoreLink:
-        hello = FrontHello(name=told.name, pid=os.getpid())
-        return AsyncCoreLink(told.core_endpoint, hello=hello, on_message=on_message, on_lost=on_lost)
+        return AsyncCoreLink(
+            told.core_endpoint, hello=FrontHello(name=told.name), on_message=on_message, on_lost=on_lost
+        )
 
     return server.run(front_config(told), connect, sock=socket.socket(fileno=told.listen_fd))
 
