@@ -24,7 +24,7 @@ def main(plain: Mapping[str, Any]) -> int:
             told.core_endpoint, hello=FrontHello(name=told.name), on_message=on_message, on_lost=on_lost
         )
 
-    return server.run(front_config(told), connect, sock=socket.socket(fileno=told.listen_fd))
+    return server.run(front_config(told), connect, socket.socket(fileno=told.listen_fd))
 
 
 def front_config(told: shared.FrontConfig) -> FrontConfig:
