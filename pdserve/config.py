@@ -49,6 +49,10 @@ class HttpOptions:
     client_buffer_kb: int = flag(1024, "unsent output kept per client", low=1, limit="cancelled")
     client_stall_timeout_s: float = flag(60.0, "how long a client may read nothing", low=0.1, limit="cancelled")
 
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * 1024 * 1024)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
@@ -184,14 +188,21 @@ class FrontConfig:
     http: HttpOptions
     timeouts: TimeoutOptions
     core_endpoint: str
-    model_dir: str
-    model_name: str  # as served
-    max_model_len: int
-    max_choices: int  # of one request
-    dtype: str
     listen_fd: int  # bound and listening, shared by all front ends
+    model_dir: str  # holds tokenizer.json and the chat template
+    served_names: tuple[str, ...]  # the first is the default
+    vocab_size: int  # rows of the embedding
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int  # tokens, prompt and output together
+    max_choices: int  # of one request; more could never wait together
     seed: int  # of the seeds drawn for requests that name none
     drain_s: float  # how long open streams may go on after SIGTERM
+    max_preparing: int = 256  # requests being rendered and tokenized at once
+    ping_interval_s: float = 10.0
+    connect_patience_s: float = 2.0  # for a scheduler that is being replaced, before a request is refused
+    ready_timeout_s: float = 2.0
+    render_timeout_s: float = 2.0
+    limits_refresh_s: float = 10.0  # how old the core's word on its pools may be
 
 
 def cache_folder() -> Path:

@@ -39,7 +39,7 @@ def url_of(sock):
 def serving(folder, script=None, **changes):
     """A server in a thread, and its core; stopped and joined at the end."""
     core, sock = FakeCore(script), listening()
-    server = FrontServer(front_config(folder, shutdown_timeout_s=0.05, **changes), core.connect, sock)
+    server = FrontServer(front_config(folder, drain_s=0.05, **changes), core.connect, sock)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()))
     core.server, core.loop, core.url, core.address = server, loop, url_of(sock), sock.getsockname()
@@ -256,7 +256,7 @@ from coordinator.frontend.server import run
 def script(core, submit):
     core.output(submit.ticket, [50])
 
-config = front_config(Path(sys.argv[1]), shutdown_timeout_s=float(sys.argv[2]))
+config = front_config(Path(sys.argv[1]), drain_s=float(sys.argv[2]))
 sys.exit(run(config, FakeCore(script).connect, socket.socket(fileno=int(sys.argv[3]))))
 """
 

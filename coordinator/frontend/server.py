@@ -19,8 +19,8 @@ import uvloop
 
 from coordinator.frontend.app import build_app
 from coordinator.frontend.client import Connect
-from coordinator.frontend.config import FrontConfig
 from coordinator.frontend.front import Front, leaving
+from pdserve.config import FrontConfig
 
 log = logging.getLogger("pdserve.front")
 _BACKLOG = 2048
@@ -46,9 +46,9 @@ class FrontServer:
 
     def __init__(self, config: FrontConfig, connect: Connect, sock: socket.socket) -> None:
         self.front = Front(config, connect)
-        self._timeout_s = config.shutdown_timeout_s
+        self._timeout_s = config.drain_s
         self._listener = sock
-        _limit_stalls(self._listener, config.client_stall_timeout_s)
+        _limit_stalls(self._listener, config.http.client_stall_timeout_s)
         self._server = QuietServer(_uvicorn_config(self.front))
         self._timers: list[asyncio.TimerHandle] = []
 
@@ -114,7 +114,7 @@ def _uvicorn_config(front: Front) -> uvicorn.Config:
         server_header=False,
         backlog=_BACKLOG,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=int(front.config.shutdown_timeout_s + 2 * _LAST_WORDS_S) + 1,
+        timeout_graceful_shutdown=int(front.config.drain_s + 2 * _LAST_WORDS_S) + 1,
     )
 
 
