@@ -47,7 +47,7 @@ class Pools:
             world.send(epoch, Leave(reason=reason))
             world.out.append(Tell(WorkerState(worker=info.name, epoch=epoch, state="drained", reason=reason)))
             return
-        worker = world.workers.add(hello, world.limits.heartbeat_timeout_s)
+        worker = world.workers.add(hello, world.config.timeouts.heartbeat_timeout_s)
         world.ledger.open(epoch, worker.num_blocks)
         world.index.open(epoch)
         self._send_roster()

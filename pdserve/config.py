@@ -170,14 +170,22 @@ class CoreConfig:
 
     core: CoreOptions
     timeouts: TimeoutOptions
-    is_colocated: bool
-    max_model_len: int
-    landing_share: float
-    chunk_tokens: int
-    max_batched_tokens: int
+    is_colocated: bool  # no prefill workers by design
+    max_model_len: int  # prompt + output; 0: the smallest that a live worker states
+    landing_share: float  # of a decode pool, for KV that is still arriving
+    chunk_tokens: int  # of one request in one step: what is left to move when the prompt is done
+    max_batched_tokens: int  # of one step
     model_dir: str  # for the tokenizer: stop strings of a first token
     endpoint: str  # ZeroMQ endpoint to bind for everybody on this machine; `core.control` is bound beside it
     run_dir: str
+    max_requests_per_tenant: int = 0  # live ones; beyond: 429; 0 is no bound
+    max_bypasses: int = 16  # beyond: a request that does not fit lets nobody pass
+    link_bytes_per_s: float = 1e9  # the router's guess of what a hand-off reaches
+
+    @property
+    def max_assigned_tokens(self) -> int:
+        """Prompt tokens that may wait on a worker (late binding: everything else waits in the core's one queue)."""
+        return 2 * self.max_batched_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

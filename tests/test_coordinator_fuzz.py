@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator_stage import EOS, hello, submit
+from coordinator_stage import EOS, core_config, hello, submit
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -25,7 +25,6 @@ from coordinator.events import (
     Tick,
     WorkerLost,
 )
-from coordinator.limits import Limits
 from coordinator.machine import Machine
 from pdserve import phases
 from pdserve.messages import (
@@ -112,7 +111,7 @@ class CoordinatorFuzz(RuleBasedStateMachine):
         pool=st.sampled_from([12, 40]),
     )
     def begin(self, on_empty_pool, disaggregate, router, pool):
-        limits = Limits(
+        config = core_config(
             on_empty_pool=on_empty_pool,
             disaggregate=disaggregate,
             router=router,
@@ -124,7 +123,7 @@ class CoordinatorFuzz(RuleBasedStateMachine):
             max_bypasses=2,
             max_attempts=4,
         )
-        self.machine = Machine(limits=limits, core="c", stops_at_first=lambda token, stops: False)
+        self.machine = Machine(config=config, core="c", stops_at_first=lambda token, stops: False)
         self.pool = pool
         self.now_s = 0.0
         self.workers: dict[str, FakeWorker] = {}
