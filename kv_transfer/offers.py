@@ -21,7 +21,7 @@ from kv_transfer.tcp import TcpExport
 from kv_transfer.tcp_reader import open_tcp
 from pdserve.messages import LinkOffer, PeerInfo
 
-KINDS = {"auto": ("shm", "tcp"), "shm": ("shm",), "tcp": ("tcp",)}
+KINDS = {"auto": ("shm", "tcp"), "shm": ("shm",), "tcp": ("tcp",), "none": ()}
 
 
 class Exports:
@@ -48,7 +48,7 @@ class Exports:
 
 
 def export_pool(pool: Pool, *, kinds: str, folder: Path, reader_pid: int = 0) -> Exports:
-    """Serve `pool` on the links that `kinds` (auto, shm or tcp) names; readers descend from `reader_pid`.
+    """Serve `pool` on the links that `kinds` (auto, shm, tcp or none) names; readers descend from `reader_pid`.
 
     Raises ConfigError when the folder is not private or no port is free.
     """
