@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import secrets
 import struct
 from collections.abc import Sequence
 
@@ -30,11 +29,6 @@ _FIXED = struct.Struct("<8sIIQ")
 _EPOCH = slice(32, 48)
 _MAGIC = b"PDKVGEN\0"
 _VERSION = 1
-
-
-def new_epoch() -> str:
-    """A name for one life of one process: 128 random bits."""
-    return secrets.token_hex(16)
 
 
 def _digest(epoch: str) -> bytes:
