@@ -22,7 +22,7 @@ def refusal(world: World, live: Live) -> Outcome | None:
     if why := _too_many(world, live):
         return Outcome(kind="rejected", message=why, status=429, code="overloaded", retry_after_s=world.retry_after_s())
     road = choose_road(world, live)
-    if isinstance(road, EmptyPool) and world.limits.on_empty_pool != "queue":
+    if isinstance(road, EmptyPool) and world.config.core.on_empty_pool != "queue":
         return pool_empty(world, road.message)
     wait_s = world.predicted_wait_s()
     if wait_s > live.due_s - world.now_s:
@@ -34,7 +34,7 @@ def refusal(world: World, live: Live) -> Outcome | None:
 
 
 def _too_long(world: World, live: Live) -> str | None:
-    limit = world.limits.max_model_len or world.workers.max_model_len
+    limit = world.config.max_model_len or world.workers.max_model_len
     most = live.submit.sampling.max_tokens
     if limit and live.num_prompt + most > limit:
         return f"the context is {limit} tokens: {live.num_prompt} in the prompt and max_tokens {most} are too many"
@@ -42,13 +42,13 @@ def _too_long(world: World, live: Live) -> str | None:
 
 
 def _too_many(world: World, live: Live) -> str | None:
-    limits, waiting = world.limits, world.waiting
-    if waiting.num_samples + live.submit.sampling.n > limits.max_queued_requests:
-        return f"{waiting.num_samples} requests are waiting, the limit is {limits.max_queued_requests}"
+    config, waiting = world.config, world.waiting
+    if waiting.num_samples + live.submit.sampling.n > config.core.max_queued_requests:
+        return f"{waiting.num_samples} requests are waiting, the limit is {config.core.max_queued_requests}"
     tokens = waiting.num_tokens + live.num_prompt
-    if len(waiting) and tokens > limits.max_queued_tokens:
-        return f"{tokens} prompt tokens would be waiting, the limit is {limits.max_queued_tokens}"
+    if len(waiting) and tokens > config.core.max_queued_tokens:
+        return f"{tokens} prompt tokens would be waiting, the limit is {config.core.max_queued_tokens}"
     of_tenant = world.lives.num_of_tenant(live.submit.tenant)
-    if limits.max_requests_per_tenant and of_tenant >= limits.max_requests_per_tenant:
+    if config.max_requests_per_tenant and of_tenant >= config.max_requests_per_tenant:
         return f"tenant {live.submit.tenant!r} has {of_tenant} live requests, its limit"
     return None

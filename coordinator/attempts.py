@@ -24,7 +24,7 @@ def pump(world: World) -> None:
         live.tried_at = world.num_changes
         placement = place(world, live)
         if isinstance(placement, EmptyPool):
-            if world.limits.on_empty_pool != "queue":
+            if world.config.core.on_empty_pool != "queue":
                 end(world, live, pool_empty(world, placement.message))
             live.tried_at = -1
             return None
@@ -50,12 +50,12 @@ def give_up(world: World, live: Live, failure: Failure, *, culprit: str = "", co
         live.avoid.add(culprit)
     world.tally.count("pdserve_attempts_failed_total", kind=failure.kind)
     reason = f"{failure.kind}: {failure.reason}"
-    if live.num_failed >= world.limits.max_attempts:
+    if live.num_failed >= world.config.core.max_attempts:
         end(world, live, failed(f"{live.num_failed} placements failed, the last one by {reason}", code="attempts"))
     elif not live.can_resume:
         message = f"{len(live.samples)} samples had already parted and cannot be continued ({reason})"
         end(world, live, failed(message, code="not_resumable", status=503, retry_after_s=1.0))
-    elif failure.kind == "kv_unreadable" and world.limits.on_kv_error == "fail":
+    elif failure.kind == "kv_unreadable" and world.config.core.on_kv_error == "fail":
         end(world, live, failed(f"the KV could not be read ({failure.reason})", code="kv_unreadable"))
     elif why := never_fits(world, live) or too_many_samples(world, live):
         end(world, live, failed(f"it cannot be continued after {reason}; {why}", code="not_resumable"))

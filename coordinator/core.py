@@ -30,7 +30,6 @@ from coordinator.events import (
     Tick,
     WorkerLost,
 )
-from coordinator.limits import Limits
 from coordinator.liveness import Liveness
 from coordinator.machine import Machine
 from coordinator.probes import Probes
@@ -65,7 +64,7 @@ class Core:
         self._config = config
         self._hub = Hub(zmq.Context(), config.endpoint, epoch)
         self.control_endpoint = self._bind_control()
-        self._machine = Machine(limits=limits_of(config), core=secrets.token_hex(4), stops_at_first=stops_at_first)
+        self._machine = Machine(config=config, core=secrets.token_hex(4), stops_at_first=stops_at_first)
         self._liveness = Liveness(heartbeat_timeout_s=config.timeouts.heartbeat_timeout_s)
         self._probes = Probes()
         self._fronts: dict[str, str] = {}  # epoch -> name
@@ -211,32 +210,6 @@ class Core:
             raise ConfigError(f"--control {address.removeprefix('tcp://')}: {error.strerror}") from None
         record.write_text(endpoint)
         return endpoint
-
-
-def limits_of(config: CoreConfig) -> Limits:
-    core, timeouts = config.core, config.timeouts
-    return Limits(
-        max_queued_requests=core.max_queued_requests,
-        max_queued_tokens=core.max_queued_tokens,
-        max_model_len=config.max_model_len,
-        request_timeout_s=timeouts.request_timeout_s,
-        queue_timeout_s=timeouts.queue_timeout_s,
-        handoff_wait_s=timeouts.handoff_wait_s,
-        max_attempts=core.max_attempts,
-        landing_share=config.landing_share,
-        max_batched_tokens=config.max_batched_tokens,
-        chunk_tokens=config.chunk_tokens,
-        local_prefill_tokens=core.local_prefill_tokens,
-        disaggregate=core.disaggregate,  # type: ignore[arg-type]
-        on_empty_pool=core.on_empty_pool,  # type: ignore[arg-type]
-        on_kv_error=core.on_kv_error,  # type: ignore[arg-type]
-        is_colocated=config.is_colocated,
-        router=core.router,  # type: ignore[arg-type]
-        lease_ttl_s=timeouts.lease_ttl_s,
-        heartbeat_timeout_s=timeouts.heartbeat_timeout_s,
-        hang_timeout_s=timeouts.hang_timeout_s,
-        seed=core.seed or 0,
-    )
 
 
 def first_token_rule(model_dir: str) -> Callable[[int, Sequence[str]], bool]:

@@ -90,10 +90,9 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class ResetPeer:
-    """Answer this epoch with `Reset`: it is dead or unknown here and has no session."""
+    """Forget this epoch, dead or unknown here, so that whatever it says next is answered with a reset."""
 
     epoch: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

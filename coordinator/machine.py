@@ -25,17 +25,16 @@ from coordinator.events import (
     WorkerLost,
 )
 from coordinator.invariants import check
-from coordinator.limits import Limits
 from coordinator.live import Live, Sample
 from coordinator.outcomes import cancelled, end, failed, refuse
 from coordinator.phases import Clock
 from coordinator.pools import Pools
 from coordinator.tokens import Tokens
 from coordinator.world import Digests, StopsAtFirst, World
+from pdserve.config import CoreConfig
 from pdserve.layout import KVLayout
 from pdserve.messages import (
     Abandon,
-    Accepted,
     CacheEvents,
     DrainWorker,
     Failure,
@@ -58,9 +57,9 @@ class Machine:
     """`core` is a random prefix that makes request ids unique over lives of the core."""
 
     def __init__(
-        self, *, limits: Limits, core: str, stops_at_first: StopsAtFirst, digests: Digests = prompt_digests
+        self, *, config: CoreConfig, core: str, stops_at_first: StopsAtFirst, digests: Digests = prompt_digests
     ) -> None:
-        self._world = World(limits=limits, core=core)
+        self._world = World(config=config, core=core)
         self._pools = Pools(self._world)
         self._tokens = Tokens(self._world, stops_at_first)
         self._digests = digests
@@ -108,7 +107,7 @@ class Machine:
     @property
     def max_request_tokens(self) -> int:
         """Prompt and output of the longest request that could be served now; 0: not known yet."""
-        limits = [n for n in (self._world.limits.max_model_len, self._world.workers.max_model_len) if n]
+        limits = [n for n in (self._world.config.max_model_len, self._world.workers.max_model_len) if n]
         return min(limits, default=0)
 
     def snapshot_requests(self) -> list[dict[str, Any]]:
@@ -160,7 +159,7 @@ class Machine:
         world = self._world
         world.tally.count("pdserve_requests_started_total")
         self._num_arrivals += 1
-        timeout_s = min(submit.timeout_s, world.limits.request_timeout_s)
+        timeout_s = min(submit.timeout_s, world.config.timeouts.request_timeout_s)
         layout = world.workers.layout
         live = Live(
             request=f"r-{world.core}-{self._num_arrivals}",
@@ -168,7 +167,7 @@ class Machine:
             submit=submit,
             arrival=self._num_arrivals,
             clock=Clock(submit.received_ns),
-            due_s=world.now_s + (timeout_s if timeout_s > 0 else world.limits.request_timeout_s),
+            due_s=world.now_s + (timeout_s if timeout_s > 0 else world.config.timeouts.request_timeout_s),
             digests=self._digests(submit.prompt, layout, submit.salt) if layout else [],
             samples=[Sample(index=index) for index in range(submit.sampling.n)],
         )
@@ -176,7 +175,6 @@ class Machine:
             refuse(world, front, submit, outcome)
             return
         live.clock.admitted(world.now_ns)
-        world.send(front, Accepted(ticket=submit.ticket, request=live.request))
         world.lives.add(live)
         world.wait(live)
 
@@ -206,18 +204,18 @@ class Machine:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        world, limits = self._world, self._world.limits
+        world, timeouts = self._world, self._world.config.timeouts
         for live in world.timers.pop_due(world.now_s):
             placement = live.placement
             if world.now_s >= live.due_s:
                 waited_s = world.now_s - live.submit.received_ns / 1e9
                 end(world, live, failed(f"not finished within {waited_s:.1f} s", code="timeout", status=504))
             elif live.queue_due_s is not None and world.now_s >= live.queue_due_s:
-                message = f"no worker had room for it within {limits.queue_timeout_s:g} s"
+                message = f"no worker had room for it within {timeouts.queue_timeout_s:g} s"
                 retry_after_s = world.retry_after_s()
                 end(world, live, failed(message, code="queue_timeout", status=503, retry_after_s=retry_after_s))
             elif placement and placement.landing_due_s is not None and world.now_s >= placement.landing_due_s:
-                reason = f"{placement.decode_name} has not read the KV within {limits.handoff_wait_s:g} s"
+                reason = f"{placement.decode_name} has not read the KV within {timeouts.handoff_wait_s:g} s"
                 failure = Failure(key=placement.key, kind="handoff_timeout", reason=reason)
                 give_up(world, live, failure, culprit=placement.decode)
             else:

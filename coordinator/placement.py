@@ -79,15 +79,17 @@ def too_many_samples(world: World, live: Live) -> str | None:
 
 
 def choose_road(world: World, live: Live) -> Road | EmptyPool:
-    limits = world.limits
+    config = world.config
     decodes = world.workers.routable("decode")
-    if limits.is_colocated:
+    if config.is_colocated:
         mode = "colocated"
-    elif limits.disaggregate == "never" or (limits.disaggregate == "auto" and _is_short(world, live, decodes)):
+    elif config.core.disaggregate == "never" or (
+        config.core.disaggregate == "auto" and _is_short(world, live, decodes)
+    ):
         mode = "local"
     elif world.workers.routable("prefill"):
         mode = "disaggregated"
-    elif limits.on_empty_pool == "local":
+    elif config.core.on_empty_pool == "local":
         mode = "local"
     else:
         return EmptyPool(role="prefill")
@@ -114,8 +116,8 @@ def place(world: World, live: Live) -> Placement | EmptyPool | None:
         num_tokens=live.num_to_prefill,
         num_samples=len(live.running),
         token_bytes=layout.token_bytes,
-        chunk_tokens=world.limits.chunk_tokens,
-        link_bytes_per_s=world.limits.link_bytes_per_s,
+        chunk_tokens=world.config.chunk_tokens,
+        link_bytes_per_s=world.config.link_bytes_per_s,
     )
     prefill, decode = world.policy.choose(demand, prefills, decodes)
     computing = prefill or decode
@@ -152,7 +154,7 @@ def _growth(world: World, live: Live, layout: KVLayout) -> float:
 
 def _is_short(world: World, live: Live, decodes: list[Worker]) -> bool:
     cached = max((_num_cached(world, live, worker.epoch) for worker in decodes), default=0)
-    return bool(decodes) and live.num_to_prefill - cached < world.limits.local_prefill_tokens
+    return bool(decodes) and live.num_to_prefill - cached < world.config.core.local_prefill_tokens
 
 
 def _num_cached(world: World, live: Live, epoch: str) -> int:
@@ -180,7 +182,7 @@ def _with_room(world: World, live: Live, role: str, blocks: int, *, is_landing: 
 def _can_prefill(world: World, live: Live, candidate: Candidate, blocks: int) -> bool:
     book = world.ledger.book(candidate.epoch)
     uncached = live.num_to_prefill - candidate.cached_tokens
-    is_late_enough = book.queued_tokens == 0 or book.queued_tokens + uncached <= world.limits.max_assigned_tokens
+    is_late_enough = book.queued_tokens == 0 or book.queued_tokens + uncached <= world.config.max_assigned_tokens
     return is_late_enough and blocks <= book.free_blocks
 
 
@@ -191,7 +193,7 @@ def _can_decode(world: World, live: Live, worker: Worker, blocks: int, *, is_lan
     if not book.entries:
         return True
     landing = book.landing_blocks + blocks
-    if is_landing and book.landing_blocks and landing > world.limits.landing_share * book.num_blocks:
+    if is_landing and book.landing_blocks and landing > world.config.landing_share * book.num_blocks:
         return False
     peak = book.blocks + blocks + _growth_on(world, worker.epoch) + _growth(world, live, worker.info.layout)
     return peak <= book.num_blocks

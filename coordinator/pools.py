@@ -21,7 +21,6 @@ from pdserve.messages import (
     Leave,
     ResyncCache,
     Roster,
-    Welcome,
     WorkerGone,
     WorkerHello,
     WorkerState,
@@ -48,10 +47,9 @@ class Pools:
             world.send(epoch, Leave(reason=reason))
             world.out.append(Tell(WorkerState(worker=info.name, epoch=epoch, state="drained", reason=reason)))
             return
-        worker = world.workers.add(hello, world.limits.heartbeat_timeout_s)
+        worker = world.workers.add(hello, world.config.timeouts.heartbeat_timeout_s)
         world.ledger.open(epoch, worker.num_blocks)
         world.index.open(epoch)
-        world.send(epoch, Welcome(lease_ttl_s=world.limits.lease_ttl_s))
         self._send_roster()
         self._tell(worker, "ready", "registered")
         world.make_room()
@@ -59,7 +57,7 @@ class Pools:
     def refuse(self, epoch: str) -> None:
         """Whatever a dead or unknown epoch says (law 7)."""
         self._world.ignore("dead_epoch")
-        self._world.out.append(ResetPeer(epoch, "this epoch is dead or unknown here"))
+        self._world.out.append(ResetPeer(epoch))
 
     def cache_events(self, worker: Worker, events: CacheEvents) -> None:
         if not self._world.index.apply(worker.epoch, events):

@@ -76,7 +76,7 @@ class Supervisor:
         self._fleet = Fleet(Children(prepared, self._endpoint, drain_s=DRAIN_DEADLINE_S).starter)
         self._link = AsyncCoreLink(
             self._endpoint,
-            hello=SupervisorHello(pid=os.getpid()),
+            hello=SupervisorHello(),
             on_message=self._on_message,
             on_lost=self._on_core_lost,
         )

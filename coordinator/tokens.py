@@ -164,7 +164,7 @@ class Tokens:
         if not placement.prefill:
             self._landed(live, placement)
         elif placement.decode and not placement.is_landed and placement.landing_due_s is None:
-            placement.landing_due_s = self._world.now_s + self._world.limits.handoff_wait_s
+            placement.landing_due_s = self._world.now_s + self._world.config.timeouts.handoff_wait_s
             self._world.timers.push(live)
 
     def _landed(self, live: Live, placement: Placement) -> None:

@@ -37,7 +37,7 @@ def readiness(world: World) -> tuple[bool, dict[str, Any]]:
         why = "no decode worker is ready"
     elif _needs_prefill(world) and not world.workers.routable("prefill"):
         why = "no prefill worker is ready"
-    elif world.waiting.num_samples >= world.limits.max_queued_requests:
+    elif world.waiting.num_samples >= world.config.core.max_queued_requests:
         why = "the queue is full"
     pools_ready = {role: bool(world.workers.routable(role)) for role in ROLES}
     detail = {
@@ -114,8 +114,8 @@ def _family(name: str) -> tuple[str, str]:
 
 
 def _needs_prefill(world: World) -> bool:
-    limits = world.limits
-    return not (limits.is_colocated or limits.disaggregate == "never" or limits.on_empty_pool == "local")
+    config = world.config
+    return not (config.is_colocated or config.core.disaggregate == "never" or config.core.on_empty_pool == "local")
 
 
 def _states(world: World, role: str) -> dict[str, str]:

@@ -14,13 +14,13 @@ from typing import Any
 from coordinator.events import Action, Ignored, Send
 from coordinator.forecast import Forecast
 from coordinator.ledger import Ledger
-from coordinator.limits import Limits
 from coordinator.live import Live, Lives
 from coordinator.prefix_index import PrefixIndex
 from coordinator.router import policy
 from coordinator.tally import Tally
 from coordinator.waiting import Waiting
 from coordinator.workers import Registry
+from pdserve.config import CoreConfig
 from pdserve.layout import KVLayout
 
 StopsAtFirst = Callable[[int, Sequence[str]], bool]
@@ -28,16 +28,16 @@ Digests = Callable[[Sequence[int], KVLayout, str], list[bytes]]
 
 
 class World:
-    def __init__(self, *, limits: Limits, core: str) -> None:
-        self.limits = limits
+    def __init__(self, *, config: CoreConfig, core: str) -> None:
+        self.config = config
         self.core = core
         self.workers = Registry()
         self.ledger = Ledger()
         self.index = PrefixIndex()
         self.forecast = Forecast()
-        self.policy = policy(limits.router, limits.seed)
+        self.policy = policy(config.core.router, config.core.seed or 0)
         self.lives = Lives()
-        self.waiting = Waiting(max_bypasses=limits.max_bypasses)
+        self.waiting = Waiting(max_bypasses=config.max_bypasses)
         self.timers = Timers()
         self.tally = Tally()
         self.out: list[Action] = []
@@ -61,7 +61,7 @@ class World:
 
     def wait(self, live: Live) -> None:
         """Into the queue, at its old place if it was there before."""
-        live.queue_due_s = self.now_s + self.limits.queue_timeout_s
+        live.queue_due_s = self.now_s + self.config.timeouts.queue_timeout_s
         self.waiting.add(live)
         self.timers.push(live)
         live.tried_at = -1
@@ -74,7 +74,7 @@ class World:
 
     def predicted_wait_s(self) -> float:
         """Until what waits now is prefilled."""
-        role = "decode" if self.limits.is_colocated or self.limits.disaggregate == "never" else "prefill"
+        role = "decode" if self.config.is_colocated or self.config.core.disaggregate == "never" else "prefill"
         workers = self.workers.routable(role)
         rate = sum(worker.prefill_rate for worker in workers)
         queued = self.waiting.num_tokens + sum(self.ledger.book(worker.epoch).queued_tokens for worker in workers)

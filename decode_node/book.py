@@ -262,17 +262,6 @@ class Book:
         self._left_in_step.clear()
         self._copies.clear()
 
-    def reset(self) -> None:
-        """Everything here is over, told to nobody."""
-        for request in list(self.requests.values()):
-            self.remove(request)
-        self.step_completed()
-        for key in list(self._reads):
-            self.read_is_over(key)
-        self._leaving.clear()
-        self._past.clear()
-        self._ended.clear()
-
     # cache
 
     def _cache(self, sample: Sample, num_tokens: int) -> None:

@@ -60,10 +60,6 @@ class Sample:
         return self.request.spec.sampling
 
     @property
-    def seed(self) -> int:
-        return (self.request.spec.sampling.seed + self.index) % 2**64
-
-    @property
     def num_prompt(self) -> int:
         return self.request.spec.num_prompt
 

@@ -178,11 +178,6 @@ class DecodeScheduler:
         """Keys of which nothing is held, landing or draining any more, each told once."""
         return self._book.take_gone()
 
-    def reset(self) -> None:
-        """Drop everything, the cache included. Only between steps and with no read outstanding."""
-        self._book.reset()
-        self.pool.evict_all()
-
     # stepping
 
     def plan(self, now_s: float) -> DecodePlan:

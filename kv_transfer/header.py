@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import secrets
 import struct
 from collections.abc import Sequence
 
@@ -30,11 +29,6 @@ _FIXED = struct.Struct("<8sIIQ")
 _EPOCH = slice(32, 48)
 _MAGIC = b"PDKVGEN\0"
 _VERSION = 1
-
-
-def new_epoch() -> str:
-    """A name for one life of one process: 128 random bits."""
-    return secrets.token_hex(16)
 
 
 def _digest(epoch: str) -> bytes:
@@ -119,9 +113,6 @@ class HeaderView:
         if self._map[_EPOCH] != _digest(epoch):
             return "epoch"
         return None if is_equal else "stale_generation"
-
-    def still_valid(self, epoch: str, blocks: Sequence[int], generations: Sequence[int]) -> bool:
-        return self.why_invalid(epoch, blocks, generations) is None
 
 
 def _equal(current: npt.NDArray[np.uint64], blocks: Sequence[int], generations: Sequence[int]) -> bool:

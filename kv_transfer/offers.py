@@ -22,7 +22,7 @@ from kv_transfer.tcp_reader import open_tcp
 from pdserve.errors import ConfigError
 from pdserve.messages import LinkOffer, PeerInfo
 
-KINDS = {"auto": ("shm", "tcp"), "shm": ("shm",), "tcp": ("tcp",)}
+KINDS = {"auto": ("shm", "tcp"), "shm": ("shm",), "tcp": ("tcp",), "none": ()}
 
 
 class Exports:
@@ -54,13 +54,13 @@ def _kinds(pool: Pool, kinds: str) -> tuple[str, ...]:
     Raises ConfigError when none is left.
     """
     usable = tuple(kind for kind in KINDS[kinds] if kind == "tcp" or pool.host is not None)
-    if not usable:
+    if KINDS[kinds] and not usable:
         raise ConfigError(f"--kv-link {kinds} cannot reach a KV pool on a device; use --kv-link tcp or auto")
     return usable
 
 
 def export_pool(pool: Pool, *, kinds: str, folder: Path, reader_pid: int = 0) -> Exports:
-    """Serve `pool` on the links that `kinds` (auto, shm or tcp) names; readers descend from `reader_pid`.
+    """Serve `pool` on the links that `kinds` (auto, shm, tcp or none) names; readers descend from `reader_pid`.
 
     Raises ConfigError when the folder is not private or no port is free.
     """

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import zmq
 
-from kv_transfer.header import new_epoch
 from kv_transfer.links import BlockRead, Reader
 from kv_transfer.offers import openers
 from kv_transfer.pool import Pool, num_test_blocks, pattern_of
 from kv_transfer.stand_in import StandIn
+from pdserve.channel import new_epoch
 from pdserve.errors import TransferError
 from pdserve.layout import KVLayout
 

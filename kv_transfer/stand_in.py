@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from kv_transfer.header import new_epoch
 from kv_transfer.offers import export_pool
 from kv_transfer.pool import Pool
+from pdserve.channel import new_epoch
 from pdserve.errors import TransferError
 from pdserve.layout import KVLayout
 from pdserve.messages import LinkOffer, PeerInfo

@@ -130,11 +130,6 @@ class Hub:
         if peer not in self._dead:
             self._sessions.setdefault(peer, Session(window=self._window))
 
-    def reply_raw(self, identity: bytes, message: Any) -> None:
-        """Answer a raw message, unacknowledged: it may be lost."""
-        frame = Frame(sequence=0, acknowledged=0, payload=messages.encode(message))
-        _try_send(self.socket, [identity, *_pack(RAW, self.epoch, "", frame)])
-
     def forget(self, peer: str) -> None:
         """The peer's epoch is dead: whatever it says from now on is answered with a reset."""
         self._sessions.pop(peer, None)
@@ -290,17 +285,6 @@ class RawLink:
     def send(self, message: Any) -> bool:
         frame = Frame(sequence=0, acknowledged=0, payload=messages.encode(message))
         return _try_send(self.socket, _pack(RAW, self._source, "", frame))
-
-    def receive(self) -> list[Any]:
-        received = []
-        while (parts := _try_receive(self.socket)) is not None:
-            try:
-                kind, _, _, frame = _unpack(parts)
-                if kind == RAW:
-                    received.append(messages.decode(frame.payload))
-            except MalformedError:
-                continue
-        return received
 
     def close(self) -> None:
         self.socket.close()

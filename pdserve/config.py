@@ -49,6 +49,10 @@ class HttpOptions:
     client_buffer_kb: int = flag(1024, "unsent output kept per client", low=1, limit="cancelled")
     client_stall_timeout_s: float = flag(60.0, "how long a client may read nothing", low=0.1, limit="cancelled")
 
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * 1024 * 1024)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
@@ -170,14 +174,22 @@ class CoreConfig:
 
     core: CoreOptions
     timeouts: TimeoutOptions
-    is_colocated: bool
-    max_model_len: int
-    landing_share: float
-    chunk_tokens: int
-    max_batched_tokens: int
+    is_colocated: bool  # no prefill workers by design
+    max_model_len: int  # prompt + output; 0: the smallest that a live worker states
+    landing_share: float  # of a decode pool, for KV that is still arriving
+    chunk_tokens: int  # of one request in one step: what is left to move when the prompt is done
+    max_batched_tokens: int  # of one step
     model_dir: str  # for the tokenizer: stop strings of a first token
     endpoint: str  # ZeroMQ endpoint to bind for everybody on this machine; `core.control` is bound beside it
     run_dir: str
+    max_requests_per_tenant: int = 0  # live ones; beyond: 429; 0 is no bound
+    max_bypasses: int = 16  # beyond: a request that does not fit lets nobody pass
+    link_bytes_per_s: float = 1e9  # the router's guess of what a hand-off reaches
+
+    @property
+    def max_assigned_tokens(self) -> int:
+        """Prompt tokens that may wait on a worker (late binding: everything else waits in the core's one queue)."""
+        return 2 * self.max_batched_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,15 +200,23 @@ class FrontConfig:
     http: HttpOptions
     timeouts: TimeoutOptions
     core_endpoint: str
-    model_dir: str
-    model_name: str  # as served
-    max_model_len: int
-    max_choices: int  # of one request
-    dtype: str
-    decode_weights: str
     listen_fd: int  # bound and listening, shared by all front ends
+    model_dir: str  # holds tokenizer.json and the chat template
+    served_names: tuple[str, ...]  # the first is the default
+    vocab_size: int  # rows of the embedding
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int  # tokens, prompt and output together
+    max_choices: int  # of one request; more could never wait together
     seed: int  # of the seeds drawn for requests that name none
     drain_s: float  # how long open streams may go on after SIGTERM
+    dtype: str = "bfloat16"
+    decode_weights: str = "full"
+    max_preparing: int = 256  # requests being rendered and tokenized at once
+    ping_interval_s: float = 10.0
+    connect_patience_s: float = 2.0  # for a scheduler that is being replaced, before a request is refused
+    ready_timeout_s: float = 2.0
+    render_timeout_s: float = 2.0
+    limits_refresh_s: float = 10.0  # how old the core's word on its pools may be
 
 
 def cache_folder() -> Path:

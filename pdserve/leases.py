@@ -17,7 +17,6 @@ class Leases:
         self._pool = pool
         self._ttl_s = ttl_s
         self._deadline_s: dict[Hashable, float] = {}
-        self._suspended_until_s = float("-inf")
         self.num_expired = 0  # in normal operation a bug, so it is counted
 
     def grant(self, holder: Hashable, now_s: float) -> None:
@@ -42,18 +41,12 @@ class Leases:
         """Make overdue leases reclaimable; returns those that became so now. Forgets leases that were reclaimed."""
         for holder in [holder for holder in self._deadline_s if holder not in self]:
             del self._deadline_s[holder]
-        if now_s < self._suspended_until_s:
-            return []
         overdue = [holder for holder, at in self._deadline_s.items() if at <= now_s]
         for holder in overdue:
             self._pool.set_reclaimable(holder, True)
             self._deadline_s[holder] = float("inf")
         self.num_expired += len(overdue)
         return overdue
-
-    def suspend(self, until_s: float) -> None:
-        """Expire nothing before `until_s`: the coordinator is gone, and with it the renewals of orphans."""
-        self._suspended_until_s = until_s
 
     def holders(self) -> list[Hashable]:
         return [holder for holder in self._deadline_s if holder in self]

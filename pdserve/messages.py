@@ -110,7 +110,6 @@ class FrontHello:
     """Front end -> core: a front end starts talking."""
 
     name: str
-    pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +142,6 @@ class StopFound:
     ticket: int
     sample: int
     num_generated: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
-    """Core -> front end: the request has an id."""
-
-    ticket: int
-    request: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +229,6 @@ class QueryReply:
 class SupervisorHello:
     """Supervisor -> core."""
 
-    pid: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainWorker:
@@ -283,20 +272,6 @@ class WorkerHello:
     max_running: int
     prefill_tokens_per_s: float  # measured at start; the router's first guess
     weight_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    """Core -> worker: registered."""
-
-    lease_ttl_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reset:
-    """Core -> worker: this epoch is dead here. Drop everything, bump all generations, come back with a new epoch."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,10 +442,10 @@ class ReleaseLease:
 REGISTRY = Registry(
     version=PROTOCOL_VERSION,
     tags={
-        1: FrontHello, 2: Submit, 3: Abandon, 4: StopFound, 5: Accepted, 6: Output, 7: SampleEnded, 8: Ended,
+        1: FrontHello, 2: Submit, 3: Abandon, 4: StopFound, 6: Output, 7: SampleEnded, 8: Ended,
         9: Probe, 10: ProbeReply, 11: Query, 12: QueryReply,
         20: SupervisorHello, 21: DrainWorker, 22: WorkerGone, 23: WorkerState,
-        30: WorkerHello, 31: Welcome, 32: Reset, 33: Roster, 34: Prefill, 35: Land, 36: Start, 37: Drop, 38: DropSample,
+        30: WorkerHello, 33: Roster, 34: Prefill, 35: Land, 36: Start, 37: Drop, 38: DropSample,
         39: Ping, 40: Pong, 41: Leave, 42: StepReport, 43: Released, 44: Failure, 45: CacheEvents, 46: ResyncCache,
         47: Heartbeat,
         60: Published, 61: Renew, 62: ReleaseLease,

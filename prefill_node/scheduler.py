@@ -134,13 +134,6 @@ class PrefillScheduler:
         else:
             self.pool.release(key)
 
-    def reset(self) -> None:
-        """Drop everything, the cache included. Only between steps: every block is free afterwards."""
-        for key in list(self._requests):
-            self.abort(key)
-            self.pool.quiescent(key)
-        self.pool.evict_all()
-
     # questions
 
     def publishable(self, key: Key) -> int:
@@ -175,11 +168,6 @@ class PrefillScheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Tokens still to compute; for those waiting, what the cache may serve is not deducted."""
-        return sum(request.remaining for request in [*self._running.values(), *self._waiting])
 
     def check(self) -> None:
         """Prove that every block belongs to somebody known here; for tests and idle workers."""

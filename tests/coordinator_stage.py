@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from coordinator.events import Action, Event, FromFront, FromSupervisor, FromWorker, HeartbeatSeen, Send, Tell, Tick
-from coordinator.limits import Limits
 from coordinator.machine import Machine
 from pdserve import phases
+from pdserve.config import CoreConfig, CoreOptions, TimeoutOptions
 from pdserve.layout import KVLayout
 from pdserve.messages import (
     Abandon,
@@ -83,10 +83,32 @@ def submit(ticket: int, prompt: int = 6, **changes: Any) -> Submit:
     return Submit(**(fields | own))
 
 
+def core_config(**changes: Any) -> CoreConfig:
+    """Changes of a flag of the core, of a timeout, or of a field, by name."""
+
+    def taken(names: Any) -> dict[str, Any]:
+        return {name: changes.pop(name) for name in list(changes) if name in names}
+
+    core, timeouts = CoreOptions(**taken(CoreOptions.__slots__)), TimeoutOptions(**taken(TimeoutOptions.__slots__))
+    fields: dict[str, Any] = {
+        "is_colocated": False,
+        "max_model_len": 0,
+        "landing_share": 0.25,
+        "chunk_tokens": 512,
+        "max_batched_tokens": 2048,
+        "model_dir": "",
+        "endpoint": "",
+        "run_dir": "",
+    }
+    return CoreConfig(core=core, timeouts=timeouts, **(fields | changes))
+
+
 class Stage:
     def __init__(self, prefill: int = 1, decode: int = 1, *, pool: int = 100, running: int = 64, **limits: Any) -> None:
         self.machine = Machine(
-            limits=Limits(**limits), core="c", stops_at_first=lambda token, stops: token == STOP_TOKEN and bool(stops)
+            config=core_config(**limits),
+            core="c",
+            stops_at_first=lambda token, stops: token == STOP_TOKEN and bool(stops),
         )
         self.now_s = 0.0
         self.sent: dict[str, list[Any]] = {}

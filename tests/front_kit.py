@@ -13,8 +13,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from coordinator.frontend.app import build_app
-from coordinator.frontend.config import FrontConfig
 from coordinator.frontend.front import Front
+from pdserve.config import FrontConfig, HttpOptions, TimeoutOptions
 from pdserve.messages import (
     Abandon,
     Ended,
@@ -143,14 +143,26 @@ def model_folder(
 
 
 def front_config(folder: Path, **changes: Any) -> FrontConfig:
+    """Changes of a flag of the front ends or of a field, by name; `api_keys` are written into a file."""
+    if "api_keys" in changes:
+        keys = folder / "keys"
+        keys.write_text("\n".join(changes.pop("api_keys")), encoding="utf-8")
+        changes["api_key_file"] = str(keys)
+    flags = {name: changes.pop(name) for name in list(changes) if name in HttpOptions.__slots__}
     fields: dict[str, Any] = {
-        "model_dir": folder,
+        "name": "front-0",
+        "http": HttpOptions(**flags),
+        "timeouts": TimeoutOptions(),
+        "core_endpoint": "",
+        "listen_fd": -1,
+        "model_dir": str(folder),
         "served_names": ("tiny",),
         "vocab_size": 512,
         "eos_token_ids": (EOS,),
         "max_model_len": 128,
-        "port": 0,
+        "max_choices": 256,
         "seed": 7,
+        "drain_s": 30.0,
     }
     return FrontConfig(**(fields | changes))
 

@@ -6,9 +6,9 @@ import json
 import random
 
 import pytest
+from null_server import Behaviour, null_server
 
 from bench.load import measure
-from bench.null_server import Behaviour, null_server
 from bench.options import LoadOptions, Span, load_options, span, targets
 from bench.report import BenchOptions, Check, Report, Row, at_most
 from bench.stream_client import Exchange, server

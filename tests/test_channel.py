@@ -81,15 +81,13 @@ def test_what_is_sent_before_the_other_side_exists_arrives_when_it_does(context,
     assert got[0][1] == Ping(nonce=7)
 
 
-def test_raw_messages_are_answered_to_their_sender(context):
+def test_raw_messages_come_with_their_sender(context):
     hub = Hub(context, "tcp://127.0.0.1:*", new_epoch())
     raw = RawLink(context, hub.endpoint, "worker")
     got = []
     until(lambda: (raw.send(Ping(nonce=1)), collect(hub, got))[-1])
     source, message, identity = got[0]
-    assert (source, message) == ("worker", Ping(nonce=1))
-    hub.reply_raw(identity, Pong(nonce=1))
-    until(lambda: Pong(nonce=1) in raw.receive())
+    assert (source, message) == ("worker", Ping(nonce=1)) and identity is not None
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_a_worker_once_dead_stays_dead():
     stage.submit()
     owner, key = stage.land().owner, stage.land().key
     stage.step(WorkerLost(owner, "silent for 2 s"))
-    reset = ResetPeer(owner, "this epoch is dead or unknown here")
+    reset = ResetPeer(owner)
     assert stage.tokens(owner, key, 6, 10) == [Ignored("dead_epoch"), reset]
     assert stage.join(owner.split(".")[0], "prefill", epoch=owner) == [Ignored("dead_epoch"), reset]
     assert stage.beat(owner) == [Ignored("dead_epoch"), reset]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator_stage import EOS, hello, submit
+from coordinator_stage import EOS, core_config, hello, submit
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -25,12 +25,10 @@ from coordinator.events import (
     Tick,
     WorkerLost,
 )
-from coordinator.limits import Limits
 from coordinator.machine import Machine
 from pdserve import phases
 from pdserve.messages import (
     Abandon,
-    Accepted,
     Counts,
     DrainWorker,
     Drop,
@@ -100,7 +98,6 @@ class FakeWorker:
 class Client:
     submit: Submit
     front: str
-    is_accepted: bool = False
     text: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, SampleEnded] = field(default_factory=dict)
     ended: list[Ended] = field(default_factory=list)
@@ -114,7 +111,7 @@ class CoordinatorFuzz(RuleBasedStateMachine):
         pool=st.sampled_from([12, 40]),
     )
     def begin(self, on_empty_pool, disaggregate, router, pool):
-        limits = Limits(
+        config = core_config(
             on_empty_pool=on_empty_pool,
             disaggregate=disaggregate,
             router=router,
@@ -126,7 +123,7 @@ class CoordinatorFuzz(RuleBasedStateMachine):
             max_bypasses=2,
             max_attempts=4,
         )
-        self.machine = Machine(limits=limits, core="c", stops_at_first=lambda token, stops: False)
+        self.machine = Machine(config=config, core="c", stops_at_first=lambda token, stops: False)
         self.pool = pool
         self.now_s = 0.0
         self.workers: dict[str, FakeWorker] = {}
@@ -157,9 +154,6 @@ class CoordinatorFuzz(RuleBasedStateMachine):
         client = self.clients[front, message.ticket]
         assert not client.ended, (client, message)
         match message:
-            case Accepted():
-                assert not client.is_accepted
-                client.is_accepted = True
             case Output():
                 text = client.text.setdefault(message.sample, [])
                 assert message.first == len(text) and message.sample not in client.ends, (client, message)

@@ -14,14 +14,12 @@ from pdserve.messages import (
     Prefill,
     ResyncCache,
     Roster,
-    Welcome,
     WorkerGone,
 )
 
 
-def test_a_new_worker_is_welcomed_and_everybody_learns_of_it():
+def test_everybody_learns_of_a_new_worker():
     stage = Stage(prefill=1, decode=1)
-    assert stage.to("d0.1", Welcome) == [Welcome(lease_ttl_s=20.0)]
     assert [peer.name for peer in stage.to("p0.1", Roster)[-1].peers] == ["p0", "d0"]
     assert [(told.worker, told.state) for told in stage.told] == [("p0", "ready"), ("d0", "ready")]
 

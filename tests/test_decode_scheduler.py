@@ -547,13 +547,6 @@ def test_a_sample_that_ended_at_its_first_token_does_not_hold_the_prompt():
     worker.nothing_leaked()
 
 
-def test_each_sample_has_its_own_seed():
-    worker = Worker()
-    spec = DecodeRequest(key=key("r"), tokens=[1], num_prompt=1, sampling=Sampling(max_tokens=2, n=2, seed=2**64 - 1))
-    worker.land(spec)
-    assert [sample.seed for sample in worker.step().decodes] == [2**64 - 1, 0]
-
-
 # what is cached
 
 
@@ -828,17 +821,6 @@ def test_what_a_preempted_sample_had_computed_is_found_again_while_nobody_needed
     assert chunk.start == 32
     worker.run()
     worker.expect(spec)
-
-
-def test_a_reset_frees_everything():
-    worker = Worker()
-    worker.land(request("a", 40), turns=3)
-    worker.land(request("b", 40))
-    worker.local(request("c", 40))
-    worker.scheduler.reset()
-    assert worker.pool.counts().free == 64 and worker.take_gone() == []
-    worker.reads.clear()
-    worker.nothing_leaked()
 
 
 @settings(max_examples=80, deadline=None, database=None)

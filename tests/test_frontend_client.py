@@ -31,7 +31,8 @@ async def test_events_come_in_order_until_the_end():
         core.output(1, [5])
         core.end_sample(1, 1)
         core.end(1)
-        events = [event async for _, event in live]
+        events = [event for _, event in await live.take(1.0)]
+        assert live.is_over
     assert [type(event) for event in events] == [Output, SampleEnded, Ended]
     assert core.abandoned == [] and client.num_open == 0
 
@@ -77,7 +78,7 @@ async def test_several_prompts_are_told_apart():
     async with client.open([submit(), submit()]) as live:
         core.end(2)
         core.end(1)
-        assert [prompt async for prompt, _ in live] == [1, 0]
+        assert [prompt for prompt, _ in await live.take(1.0)] == [1, 0]
 
 
 @in_loop

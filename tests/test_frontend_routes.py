@@ -213,7 +213,7 @@ async def test_a_bug_is_a_500_in_the_envelope_without_internals(bench, caplog):
 async def test_prompts_are_logged_only_when_asked_for(folder, caplog):
     caplog.set_level("DEBUG")
     for does_log, count in ((False, 0), (True, 1)):
-        made = Bench(folder, does_log_prompts=does_log)
+        made = Bench(folder, log_prompts=does_log)
         made.core.script = replies(50)
         await made.complete(prompt="quick brown")
         assert sum("quick brown" in record.getMessage() for record in caplog.records) == count

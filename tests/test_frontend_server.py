@@ -17,8 +17,7 @@ import openai
 import pytest
 from front_kit import EOS, FakeCore, front_config, model_folder, replies, token
 
-from coordinator.frontend.server import FrontServer, bind, url_of
-from pdserve.errors import ConfigError
+from coordinator.frontend.server import FrontServer
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,17 +27,23 @@ def folder(tmp_path_factory):
     return model_folder(tmp_path_factory.mktemp("model"))
 
 
+def listening():
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def url_of(sock):
+    return "http://{}:{}".format(*sock.getsockname())
+
+
 @contextlib.contextmanager
 def serving(folder, script=None, **changes):
     """A server in a thread, and its core; stopped and joined at the end."""
-    core = FakeCore(script)
-    server = FrontServer(front_config(folder, shutdown_timeout_s=0.05, **changes), core.connect)
+    core, sock = FakeCore(script), listening()
+    server = FrontServer(front_config(folder, drain_s=0.05, **changes), core.connect, sock)
     loop = asyncio.new_event_loop()
-    listening = threading.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve(lambda url: listening.set())))
+    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()))
+    core.server, core.loop, core.url, core.address = server, loop, url_of(sock), sock.getsockname()
     thread.start()
-    listening.wait()
-    core.server, core.loop = server, loop
     try:
         yield core
     finally:
@@ -58,7 +63,7 @@ def core(folder):
 @pytest.fixture
 def client(core):
     core.script = replies(*core.hello)
-    with openai.OpenAI(base_url=core.server.url + "/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=core.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -200,7 +205,7 @@ def test_a_socket_that_closes_abandons_the_request(folder, stream, resets, num_t
             core.output(submit.ticket, [50])
 
     with serving(folder, script) as core:
-        sock = socket.create_connection(core.server._listener.getsockname())
+        sock = socket.create_connection(core.address)
         sock.sendall(request_bytes(stream))
         wait_for(lambda: core.submits)
         if resets:
@@ -213,7 +218,7 @@ def test_chunks_go_out_as_they_are_made_even_if_compression_is_offered(folder):
     with (
         serving(folder, lambda core, submit: core.output(submit.ticket, [50])) as core,
         httpx.stream(
-            "POST", core.server.url + "/v1/completions", headers={"accept-encoding": "gzip"},
+            "POST", core.url + "/v1/completions", headers={"accept-encoding": "gzip"},
             json={"model": "tiny", "prompt": "hello", "stream": True},
         ) as response,
     ):  # fmt: skip
@@ -222,7 +227,7 @@ def test_chunks_go_out_as_they_are_made_even_if_compression_is_offered(folder):
 
 
 def test_a_huge_prompt_is_refused_while_others_are_served(client, core):
-    with httpx.Client(base_url=core.server.url) as http:
+    with httpx.Client(base_url=core.url) as http:
         reply = http.post("/v1/completions", json={"model": "tiny", "prompt": "word " * 1_100_000})
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert http.get("/health").status_code == 200
@@ -230,48 +235,20 @@ def test_a_huge_prompt_is_refused_while_others_are_served(client, core):
 
 def test_a_body_over_the_limit_is_a_413(client, core):
     reply = httpx.post(
-        core.server.url + "/v1/completions", content=b" " * 9_000_000, headers={"content-type": "application/json"}
+        core.url + "/v1/completions", content=b" " * 9_000_000, headers={"content-type": "application/json"}
     )
     assert reply.json()["error"]["code"] == "body_too_large"
 
 
 def test_head_has_no_body(core):
-    reply = httpx.head(core.server.url + "/health")
+    reply = httpx.head(core.url + "/health")
     assert (reply.status_code, reply.content) == (200, b"")
-
-
-# --- ports -----------------------------------------------------------------------------------------------------------
-
-
-def test_port_zero_picks_one():
-    with bind("127.0.0.1", 0) as sock:
-        assert sock.getsockname()[1] > 0
-        assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
-
-
-def test_an_occupied_port_is_one_clear_line():
-    with bind("127.0.0.1", 0) as sock:
-        port = sock.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 cannot be used"):
-            bind("127.0.0.1", port)
-
-
-def test_an_address_of_nobody_is_one_clear_line():
-    with pytest.raises(ConfigError):
-        bind("256.256.256.256", 0)
-
-
-def test_two_front_ends_share_one_socket(folder):
-    with bind("127.0.0.1", 0) as sock:
-        first = FrontServer(front_config(folder), FakeCore().connect, sock=sock.dup())
-        second = FrontServer(front_config(folder), FakeCore().connect, sock=sock.dup())
-        assert first.url == second.url == url_of(sock)
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 PROGRAM = """
-import sys
+import socket, sys
 from pathlib import Path
 from front_kit import FakeCore, front_config
 from coordinator.frontend.server import run
@@ -279,23 +256,24 @@ from coordinator.frontend.server import run
 def script(core, submit):
     core.output(submit.ticket, [50])
 
-config = front_config(Path(sys.argv[1]), shutdown_timeout_s=float(sys.argv[2]))
-sys.exit(run(config, FakeCore(script).connect, on_listening=lambda url: print(url, flush=True)))
+config = front_config(Path(sys.argv[1]), drain_s=float(sys.argv[2]))
+sys.exit(run(config, FakeCore(script).connect, socket.socket(fileno=int(sys.argv[3]))))
 """
 
 
 @contextlib.contextmanager
 def process(folder, timeout_s):
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
-    child = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(folder), str(timeout_s)], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    with listening() as sock:
+        arguments = [str(folder), str(timeout_s), str(sock.fileno())]
+        child = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], env=environment, pass_fds=[sock.fileno()])
+        url = url_of(sock)
     try:
-        yield child, child.stdout.readline().strip()
+        httpx.get(url + "/health", timeout=60)
+        yield child, url
     finally:
         child.kill()
         child.wait()
-        child.stdout.close()
 
 
 def test_a_signal_ends_an_idle_server_with_status_0(folder):
@@ -350,7 +328,7 @@ def test_a_client_that_stops_reading_is_given_up_and_its_connection_closed(folde
     with serving(folder, script, client_stall_timeout_s=0.2, max_model_len=10**6) as core:
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect(core.server._listener.getsockname())
+        sock.connect(core.address)
         sock.sendall(request_bytes(True))
         wait_for(lambda: core.abandoned)
         wait_for(lambda: not core.server._server.server_state.connections)

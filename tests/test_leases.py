@@ -73,13 +73,6 @@ def test_expiry_is_counted_once(pool):
     assert leases.num_expired == 1
 
 
-def test_without_a_coordinator_nothing_expires_for_a_while(pool):
-    leases = leased(pool)
-    leases.suspend(until_s=40.0)
-    assert leases.expire(now_s=39.0) == []
-    assert leases.expire(now_s=40.0) == ["r"]
-
-
 def test_releasing_twice_is_harmless(pool):
     leases = leased(pool)
     assert leases.release("r") is True

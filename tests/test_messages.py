@@ -48,7 +48,7 @@ def test_a_message_comes_back_as_it_was_sent(message):
         msgpack.packb([37, [["r", 1], 3]]),
         msgpack.packb([37, [["r", "1"]]]),
         msgpack.packb([37, [["r", True]]]),
-        msgpack.packb([32, [b"bytes"]]),
+        msgpack.packb([41, [b"bytes"]]),
         msgpack.packb([{}, []]),
     ],
 )

@@ -13,6 +13,7 @@ from pd_kernels import select
 from pdserve.model.sampling import LOWEST_LOGPROB, SampleRow, sample
 from pdserve.model.truncation import threshold
 from pdserve.request import Sampling
+from pdserve.worker.sampling import seed_of
 
 NOISE = select("cpu", "float32", 64, "reference").sampling
 INF = math.inf
@@ -278,3 +279,8 @@ def test_alternatives_at_a_tie_do_not_depend_on_what_others_asked_for():
     alone = reports(logits, row(num_logprobs=1))[0]
     among = reports(logits, row(num_logprobs=1), row(num_logprobs=4, at=1))[0]
     assert alone == among and [token for token, _ in alone.top] == [1]
+
+
+def test_each_sample_has_its_own_seed():
+    sampling = Sampling(max_tokens=2, n=2, seed=2**64 - 1)
+    assert [seed_of(sampling, sample) for sample in range(2)] == [2**64 - 1, 0]

@@ -304,17 +304,6 @@ def test_planning_ahead_of_a_result_never_runs_a_chunk_twice():
     assert [chunk.key.request for chunk in first + second] == ["a", "b"]
 
 
-def test_a_reset_frees_everything():
-    scheduler = scheduler_with(chunk_tokens=16, token_budget=16)
-    scheduler.add(own("a", 32))
-    scheduler.add(own("b", 32))
-    step(scheduler)
-    scheduler.plan(0.0)
-    scheduler.reset()
-    assert scheduler.pool.counts().free == 64
-    nothing_leaked(scheduler)
-
-
 @settings(max_examples=60, deadline=None, database=None)
 @given(seed=st.integers(0, 2**32), policy=st.sampled_from(["fcfs", "lpm"]))
 def test_whatever_is_aborted_every_other_prompt_is_computed_once_and_nothing_leaks(seed, policy):

@@ -21,18 +21,18 @@ def view(header):
 
 def test_what_was_published_is_valid_until_its_block_is_recycled(header, view):
     seen = header.generations([3, 4])
-    assert view.still_valid("one", [3, 4], seen)
+    assert view.why_invalid("one", [3, 4], seen) is None
     header.bump(5)
-    assert view.still_valid("one", [3, 4], seen)
+    assert view.why_invalid("one", [3, 4], seen) is None
     header.bump(4)
     assert view.why_invalid("one", [3, 4], seen) == "stale_generation"
-    assert view.still_valid("one", [3], seen[:1])
+    assert view.why_invalid("one", [3], seen[:1]) is None
 
 
 def test_several_blocks_are_raised_at_once(header, view):
     seen = header.generations(range(8))
     header.bump(1, 2)
-    assert [view.still_valid("one", [b], [seen[b]]) for b in range(4)] == [True, False, False, True]
+    assert [view.why_invalid("one", [b], [seen[b]]) is None for b in range(4)] == [True, False, False, True]
 
 
 def test_a_new_epoch_invalidates_everything_of_the_old_one(header, view):
@@ -40,7 +40,7 @@ def test_a_new_epoch_invalidates_everything_of_the_old_one(header, view):
     header.set_epoch("two")
     assert view.why_invalid("one", [3], seen) == "epoch"
     assert view.why_invalid("two", [3], seen) == "stale_generation"
-    assert view.still_valid("two", [3], header.generations([3]))
+    assert view.why_invalid("two", [3], header.generations([3])) is None
 
 
 def test_at_no_moment_does_a_new_life_look_like_a_recycled_block(header, view, monkeypatch):
@@ -59,18 +59,18 @@ def test_at_no_moment_does_a_new_life_look_like_a_recycled_block(header, view, m
 
 def test_fixed_blocks_stay_at_generation_one(header, view):
     header.set_epoch("two")
-    assert view.still_valid("two", [8, 9], [1, 1])
+    assert view.why_invalid("two", [8, 9], [1, 1]) is None
     with pytest.raises(AssertionError):
         header.bump(8)
 
 
 @pytest.mark.parametrize(("blocks", "generations"), [([10], [1]), ([-1], [1]), ([1, 2], [1])])
 def test_ids_out_of_range_and_unequal_lists_are_never_valid(view, blocks, generations):
-    assert not view.still_valid("one", blocks, generations)
+    assert view.why_invalid("one", blocks, generations) is not None
 
 
 def test_generations_are_64_bit(header, view):
-    assert not view.still_valid("one", [1], [2**64 - 1])
+    assert view.why_invalid("one", [1], [2**64 - 1]) is not None
 
 
 def test_the_owner_can_ask_about_its_own_header(header):

@@ -7,12 +7,12 @@ import pytest
 import zmq
 from transfer_kit import content, finish
 
-from kv_transfer.header import new_epoch
 from kv_transfer.links import BlockRead
 from kv_transfer.offers import openers
 from kv_transfer.pool import Pool
 from kv_transfer.selftest import describe, self_test
 from kv_transfer.stand_in import StandIn
+from pdserve.channel import new_epoch
 from pdserve.errors import TransferError
 from pdserve.layout import KVLayout
 

@@ -1,4 +1,5 @@
 import socket
+import threading
 
 import msgpack
 import pytest
@@ -298,5 +299,14 @@ def test_both_links_are_offered_shared_memory_first(tmp_path):
     pool = make_pool()
     exports = export_pool(pool, kinds="auto", folder=tmp_path / "run")
     assert [offer.kind for offer in exports.offers] == ["shm", "tcp"]
+    exports.close()
+    pool.close()
+
+
+def test_a_pool_that_nobody_reads_is_offered_on_no_link(tmp_path):
+    pool = make_pool()
+    before = threading.active_count()
+    exports = export_pool(pool, kinds="none", folder=tmp_path / "run")
+    assert exports.offers == () and threading.active_count() == before
     exports.close()
     pool.close()

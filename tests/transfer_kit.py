@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import zmq
 
-from kv_transfer.header import new_epoch
 from kv_transfer.links import BlockRead, Reader
 from kv_transfer.offers import Exports, export_pool, openers
 from kv_transfer.plan import Target
 from kv_transfer.pool import Pool
+from pdserve.channel import new_epoch
 from pdserve.layout import KVLayout
 from pdserve.messages import Key, PeerInfo, Published, Run
 from pdserve.worker.device_memory import DeviceMemory

@@ -54,13 +54,13 @@ def build_app(front: Front) -> App:
                 "/metrics": ("GET", routes.metrics),
             }
         ),
-        front.config.api_keys,
+        front.api_keys,
     )
-    if front.config.cors_origins:
+    if origin := front.config.http.cors_origin:
         # never with credentials: the key travels in a header, and cookies mean nothing here
         app = CORSMiddleware(
             app,
-            allow_origins=front.config.cors_origins,
+            allow_origins=(origin,),
             allow_methods=("GET", "POST"),
             allow_headers=("authorization", "content-type", "x-request-id", "x-tenant"),
             expose_headers=("x-request-id", "x-pdserve-mode", "x-pdserve-ignored"),

@@ -19,7 +19,6 @@ from coordinator.frontend.envelope import ServiceError
 from coordinator.frontend.live import Live
 from pdserve.messages import (
     Abandon,
-    Accepted,
     Ended,
     Output,
     Probe,
@@ -97,8 +96,6 @@ class CoreClient:
                 reply = self._replies.pop(message.nonce, None)
                 if reply is not None and not reply.done():
                     reply.set_result(message)
-            case Accepted():
-                pass
             case _:
                 self.num_ignored += 1
 

@@ -11,18 +11,20 @@ import logging
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from coordinator.frontend.chat import load_chat_template
 from coordinator.frontend.client import Connect, CoreClient, PoolLimit
-from coordinator.frontend.config import FrontConfig
 from coordinator.frontend.envelope import ServiceError
 from coordinator.frontend.metrics import FrontMetrics
 from coordinator.frontend.prepare import Prepared, Preparer, seed_source
 from coordinator.frontend.tokenizer import load_tokenizer
 from coordinator.frontend.validate import Kind, Model, Parsed, parse
+from pdserve.config import FrontConfig
 from pdserve.errors import OverloadedError
 from pdserve.messages import Submit
+from pdserve.options import read_api_keys
 
 log = logging.getLogger("pdserve.front")
 _TENANT = re.compile(r"[A-Za-z0-9_.:@-]{1,64}")
@@ -31,8 +33,10 @@ _PREPARE_THREADS = 2
 
 class Front:
     def __init__(self, config: FrontConfig, connect: Connect) -> None:
-        config.check()
+        """Raises ConfigError when there is no key in the file that should hold them."""
+        http, folder = config.http, Path(config.model_dir)
         self.config = config
+        self.api_keys = read_api_keys(http.api_key_file) if http.api_key_file else ()
         self.model = Model(
             served_names=config.served_names,
             vocab_size=config.vocab_size,
@@ -40,9 +44,9 @@ class Front:
             max_model_len=config.max_model_len,
             max_choices=config.max_choices,
         )
-        self.tokenizer = load_tokenizer(config.model_dir)
-        self.template = load_chat_template(config.model_dir, self.tokenizer)
-        self.client = CoreClient(connect, max_buffer_bytes=config.client_buffer_bytes)
+        self.tokenizer = load_tokenizer(folder)
+        self.template = load_chat_template(folder, self.tokenizer)
+        self.client = CoreClient(connect, max_buffer_bytes=http.client_buffer_kb * 1024)
         self.metrics = FrontMetrics(config.name)
         self.is_leaving = False  # after SIGTERM
         self._preparer = Preparer(
@@ -70,7 +74,7 @@ class Front:
             prepared = self._preparer.prepare(parsed, limit=limit, seed=seed)
         else:
             prepared = await self.in_thread(lambda: self._preparer.prepare(parsed, limit=limit, seed=seed))
-        if self.config.does_log_prompts:
+        if self.config.http.log_prompts:
             for item in prepared:
                 log.info("prompt: %r", self.tokenizer.spell(list(item.prompt)))
         return prepared
@@ -96,7 +100,7 @@ class Front:
                 tenant=tenant,
                 salt=parsed.salt,
                 received_ns=received_ns,
-                timeout_s=self.config.request_timeout_s,
+                timeout_s=self.config.timeouts.request_timeout_s,
             )
             for item in prepared
         ]

@@ -41,7 +41,7 @@ class Generate:
         config = self._front.config
         try:
             body = await read_json(
-                scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.client_stall_timeout_s
+                scope, receive, max_bytes=config.http.max_body_bytes, timeout_s=config.http.client_stall_timeout_s
             )
             async with Presence(receive) as presence:
                 parsed = self._front.parse(self._kind, body)
@@ -68,7 +68,7 @@ class Generate:
         async with front.client.open(submits) as live:
             call.presence.on_leave(live.interrupt)
             if parsed.is_stream:
-                wire = Wire(call.send, parsed, generation, stall_timeout_s=front.config.client_stall_timeout_s)
+                wire = Wire(call.send, parsed, generation, stall_timeout_s=front.config.http.client_stall_timeout_s)
                 await stream(live, generation, shape, wire, ping_interval_s=front.config.ping_interval_s)
                 return
             live.keep_everything()

@@ -7,7 +7,6 @@ interruption nothing but its error comes out, and the buffer never holds more th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 from coordinator.frontend.envelope import ServiceError
 from pdserve.messages import Ended, Output, SampleEnded
@@ -30,11 +29,9 @@ class Live:
         self._num_open = 0
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.tickets: list[int] = []
 
     def expect(self, ticket: int, prompt: int) -> None:
         self._prompts[ticket] = prompt
-        self.tickets.append(ticket)
         self._num_open += 1
 
     def keep_everything(self) -> None:
@@ -81,11 +78,6 @@ class Live:
     def is_over(self) -> bool:
         """Every prompt has ended, and that was taken."""
         return self._num_open == 0
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        while not self.is_over:
-            for pair in await self.take(3600.0):
-                yield pair
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -39,11 +39,11 @@ class Post:
     """An ASGI endpoint over a function of a JSON body."""
 
     def __init__(self, front: Front, answer: Callable[[Fields], Awaitable[Any]]) -> None:
-        self._config = front.config
+        self._http = front.config.http
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        timeout_s, max_bytes = self._config.client_stall_timeout_s, self._config.max_body_bytes
+        timeout_s, max_bytes = self._http.client_stall_timeout_s, self._http.max_body_bytes
         try:
             body = await read_json(scope, receive, max_bytes=max_bytes, timeout_s=timeout_s)
             answer = await self._answer(Fields(body))
@@ -101,7 +101,7 @@ class Routes:
             tokens = await front.in_thread(lambda: front.template.encode(messages, limit=limit, limit_s=limit_s))
         else:
             name = "content" if fields.value("content") is not None else "prompt"
-            given = fields.text(name, front.config.max_body_bytes)
+            given = fields.text(name, front.config.http.max_body_bytes)
             if given is None:
                 raise RequestError("'prompt' is required", param="prompt", code="missing_required_parameter")
             text: str = given
@@ -125,7 +125,8 @@ class Routes:
         return {"prompt": text, "content": text}
 
     def _model(self, name: str) -> dict[str, Any]:
-        length = self._front.config.max_model_len
+        config = self._front.config
+        length, decode = config.max_model_len, config.decode_weights
         return {
             "id": name,
             "object": "model",
@@ -133,7 +134,7 @@ class Routes:
             "owned_by": "pdserve",
             "max_model_len": length,
             "context_length": length,
-            "weights": dict(self._front.config.weights),
+            "weights": {"prefill": config.dtype, "decode": decode if decode == "int8" else config.dtype},
         }
 
 

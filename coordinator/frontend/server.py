@@ -19,32 +19,13 @@ import uvloop
 
 from coordinator.frontend.app import build_app
 from coordinator.frontend.client import Connect
-from coordinator.frontend.config import FrontConfig
 from coordinator.frontend.front import Front, leaving
-from pdserve.errors import ConfigError
+from pdserve.config import FrontConfig
 
 log = logging.getLogger("pdserve.front")
 _BACKLOG = 2048
 UVICORN_TICKS = 5  # of 0.1 s: how many of its turns uvicorn takes at once
 _LAST_WORDS_S = 1.0  # for error events to reach their clients
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, which several front ends may share. Raises ConfigError when the address is taken."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError as error:
-        raise ConfigError(f"--host {host} is not an address of this machine: {error.strerror}") from None
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)  # at once, so that nobody else can take the port
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"port {port} of {host} cannot be used ({error.strerror}): choose another --port") from None
-    sock.setblocking(False)
-    return sock
 
 
 def _limit_stalls(listener: socket.socket, timeout_s: float) -> None:
@@ -53,45 +34,31 @@ def _limit_stalls(listener: socket.socket, timeout_s: float) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
 
 
-def url_of(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def run(
-    config: FrontConfig,
-    connect: Connect,
-    *,
-    sock: socket.socket | None = None,
-    on_listening: Callable[[str], None] | None = None,
-) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status. `sock`: from `bind`, perhaps in another process."""
-    server = FrontServer(config, connect, sock=sock)
+def run(config: FrontConfig, connect: Connect, sock: socket.socket) -> int:
+    """Serve on `sock`, which is listening and may be shared, until SIGTERM or SIGINT; the exit status."""
+    server = FrontServer(config, connect, sock)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(server.serve(on_listening))
+        return runner.run(server.serve())
 
 
 class FrontServer:
     """The first `stop` lets running requests finish, the second ends them; signals do the same."""
 
-    def __init__(self, config: FrontConfig, connect: Connect, *, sock: socket.socket | None = None) -> None:
+    def __init__(self, config: FrontConfig, connect: Connect, sock: socket.socket) -> None:
         self.front = Front(config, connect)
-        self._timeout_s = config.shutdown_timeout_s
-        self._listener = sock or bind(config.host, config.port)
-        _limit_stalls(self._listener, config.client_stall_timeout_s)
+        self._timeout_s = config.drain_s
+        self._listener = sock
+        _limit_stalls(self._listener, config.http.client_stall_timeout_s)
         self._server = QuietServer(_uvicorn_config(self.front))
         self._timers: list[asyncio.TimerHandle] = []
-        self.url = url_of(self._listener)
 
-    async def serve(self, on_listening: Callable[[str], None] | None = None) -> int:
-        """Returns 0 when stopped. `on_listening` is called with the base URL."""
+    async def serve(self) -> int:
+        """Returns 0 when stopped."""
         loop = asyncio.get_running_loop()
         lag = loop.create_task(self.front.metrics.watch_lag(every_s=1.0, now_s=time.monotonic))
         self.front.client.start()
         with _signals(loop, self.stop):
             try:
-                if on_listening is not None:
-                    on_listening(self.url)
                 await self._server.serve(sockets=[self._listener])
             finally:
                 lag.cancel()
@@ -147,7 +114,7 @@ def _uvicorn_config(front: Front) -> uvicorn.Config:
         server_header=False,
         backlog=_BACKLOG,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=int(front.config.shutdown_timeout_s + 2 * _LAST_WORDS_S) + 1,
+        timeout_graceful_shutdown=int(front.config.drain_s + 2 * _LAST_WORDS_S) + 1,
     )
 
 

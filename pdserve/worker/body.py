@@ -30,7 +30,6 @@ from pdserve.messages import (
     PeerInfo,
     Ping,
     Pong,
-    Reset,
     ResyncCache,
     WorkerHello,
 )
@@ -153,8 +152,6 @@ class _Loop:
             for message in self._control.receive():
                 if isinstance(message, Leave):
                     return True
-                if isinstance(message, Reset):
-                    return False
                 self._handle(message, now_s)
             is_busy = self._life.turn(now_s)
             self._report(now_s)

@@ -14,12 +14,14 @@ from typing import Any, Protocol
 import zmq
 
 from kv_transfer.offers import export_pool
-from pdserve.config import WorkerConfig
+from pdserve.config import Role, WorkerConfig
 from pdserve.options import from_plain
 from pdserve.worker.body import Body, Life, start_vitals
 from pdserve.worker.control import Control
 from pdserve.worker.engine import Engine, build
 from pdserve.worker.vitals import Vitals
+
+READ_ROLES: tuple[Role, ...] = ("prefill",)  # whose pools other workers read
 
 
 class Node(Protocol):
@@ -43,7 +45,10 @@ def run_worker(plain: Mapping[str, Any], node: Node) -> int:
         vitals = start_vitals(config)
         engine = build(config)
         exports = export_pool(
-            engine.pool, kinds=config.engine.kv_link, folder=Path(config.run_dir), reader_pid=config.supervisor_pid
+            engine.pool,
+            kinds=config.engine.kv_link if config.role in READ_ROLES else "none",
+            folder=Path(config.run_dir),
+            reader_pid=config.supervisor_pid,
         )
         for note in exports.notes:
             print(f"{config.name}: {note}", file=sys.stderr, flush=True)
