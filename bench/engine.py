@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-
-import torch
+from typing import Any
 
 from bench.ceilings import Ceiling, ReadBandwidth, gemm, time_s
+from bench.cores import on_cores
 from bench.handoff import measure_handoff
 from bench.inprocess import BLOCK_SIZE, Engine
-from bench.report import BenchOptions, Report, Row, at_least
+from bench.overhead import null_set
+from bench.quality import compare as compare_weights
+from bench.report import BenchOptions, Check, Report, Row, at_least, at_most
 from bench.rival import Rival
+from bench.texts import cut, token_stream
+from coordinator.frontend.tokenizer import load_tokenizer
+from pd_kernels.cpu.build import Toolchain
+from pd_kernels.cpu.library import load
 from pdserve.layout import DTYPE_BYTES
 from pdserve.model.runner import Work
 from pdserve.model.sampling import SampleRow
@@ -33,6 +38,10 @@ PREFILL_TOKENS = (128, 512, 2048)
 BATCHES, CONTEXTS = (1, 8, 32), (128, 1024)
 CHUNK = 512  # tokens, as served by default
 FLOOR = 1.5  # times transformers
+PREFILL_TARGETS, PREFILL_SHARE = (512, 2048), 0.6
+DECODE_TARGETS = {(1, 128): 1.25, (32, 1024): 1.6}  # (batch, context): times the least time
+OVERHEAD_MS = 1.5
+NUM_TEXTS, NUM_TEXT_TOKENS = 20, 256  # of the int8 quality comparison
 DTYPE = "bfloat16"
 GREEDY = Sampling(max_tokens=1, temperature=0.0)
 
@@ -60,12 +69,12 @@ def prefill_cost(spec: ModelSpec, num_tokens: int) -> Cost:
     return Cost(num_bytes=0, flops=2 * num_tokens * per_token + attention + head)
 
 
-def decode_cost(spec: ModelSpec, batch: int, context: int) -> Cost:
-    """All weights once, each sequence's keys and values once."""
+def decode_cost(spec: ModelSpec, batch: int, context: int, weight_bytes: int = DTYPE_BYTES[DTYPE]) -> Cost:
+    """All weights once, each sequence's keys and values once; `weight_bytes` of each weight."""
     weights = sum(n * k for n, k in linear_shapes(spec)) * spec.num_layers + spec.vocab_size * spec.hidden_size
     cache = batch * context * spec.kv_layout(dtype=DTYPE, block_size=BLOCK_SIZE).token_bytes
     attention = 4 * batch * context * spec.num_heads * spec.head_dim * spec.num_layers
-    return Cost(num_bytes=weights * DTYPE_BYTES[DTYPE] + cache, flops=2 * batch * weights + attention)
+    return Cost(num_bytes=weights * weight_bytes + cache, flops=2 * batch * weights + attention)
 
 
 def linear_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
@@ -78,6 +87,7 @@ class Steps:
     """The engine's own steps on a pool full of ordinary numbers, sampling included."""
 
     def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self._runner = engine.runner
         self._vocab = engine.spec.vocab_size
         for block in engine.runner.kv:
@@ -111,31 +121,19 @@ class Steps:
         return SampleRow(sampling=GREEDY, seed=0, prompt=(), output=(), position=position)
 
 
-@contextmanager
-def one_core() -> Iterator[int]:
-    """Everything inside runs on the last allowed core with one thread."""
-    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    core = max(allowed)
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-    try:
-        yield core
-    finally:
-        torch.set_num_threads(threads)
-        os.sched_setaffinity(0, allowed)
-
-
-def speed_rows(engine: Engine, steps: Steps, repeats: int, say: Say) -> Iterator[Row]:
+def speed_rows(steps: Steps, cores: int, repeats: int, say: Say) -> Iterator[Row]:
     """Ceilings first, then every prefill length and every decode shape with its share of them."""
+    engine = steps.engine
     spec = engine.spec
     say("ceilings: products")
     products = gemm(linear_shapes(spec), engine.weights.dtype, engine.runner.decoder.kernels.layer)
-    yield Row(name="ceiling_gemm", value=products.per_s / 1e9, unit="GFLOP/s", parameters={"how": products.how})
+    about: dict[str, Any] = {"cores": cores, "how": products.how}
+    yield Row(name="ceiling_gemm", value=products.per_s / 1e9, unit="GFLOP/s", parameters=about)
     for num_tokens in PREFILL_TOKENS:
         say(f"prefill of {num_tokens} tokens")
         taken_s = time_s(lambda n=num_tokens: steps.prefill(n), repeats)  # type: ignore[misc]
         best_s = prefill_cost(spec, num_tokens).least_s(None, products)
-        about = {"tokens": num_tokens, "ms": round(1e3 * taken_s, 2)}
+        about = {"cores": cores, "tokens": num_tokens, "ms": round(1e3 * taken_s, 2)}
         yield Row(
             name="prefill",
             value=num_tokens / taken_s,
@@ -143,15 +141,22 @@ def speed_rows(engine: Engine, steps: Steps, repeats: int, say: Say) -> Iterator
             parameters=about,
             ceiling=num_tokens / best_s,
         )
+    yield from decode_rows(steps, products, repeats, say, cores=cores)
+
+
+def decode_rows(steps: Steps, products: Ceiling, repeats: int, say: Say, **about: Any) -> Iterator[Row]:
+    """Every batch at every context beside reading as many bytes; `about` is said of each row."""
+    spec, int8 = steps.engine.spec, about.get("weights") == "int8"
     shapes = [(batch, context) for batch in BATCHES for context in CONTEXTS]
-    costs = {shape: decode_cost(spec, *shape) for shape in shapes}
+    weight_bytes = 1 if int8 else DTYPE_BYTES[DTYPE]
+    costs = {shape: decode_cost(spec, *shape, weight_bytes) for shape in shapes}
     reader = ReadBandwidth(max(cost.num_bytes for cost in costs.values()))
     for batch, context in shapes:
         say(f"decode of {batch} at context {context}")
         cost = costs[batch, context]
         read = reader.measure(cost.num_bytes)
         taken_s = time_s(lambda b=batch, c=context: steps.decode(b, c), repeats)  # type: ignore[misc]
-        shape = {"batch": batch, "context": context}
+        shape = {**about, "batch": batch, "context": context}
         read_about = {**shape, "bytes": cost.num_bytes, "how": read.how}
         yield Row(name="ceiling_read", value=read.per_s / 1e9, unit="GB/s", parameters=read_about)
         yield Row(
@@ -206,23 +211,69 @@ def compare(steps: Steps, directory: Path, repeats: int, say: Say) -> Iterator[P
         yield Pairs(name=f"vs_transformers_decode_{batch}", ours_s=ours[1 : repeats + 1], theirs_s=theirs[1:])
 
 
+NUM_BLOCKS = max(BATCHES) * (max(CONTEXTS) // BLOCK_SIZE + 1) + 1
+
+
+def overhead_row(engine: Engine, directory: Path, repeats: int) -> Row | None:
+    """A step of 32 in which no kernel computes; None where the kernels are not the native ones."""
+    kernels = engine.runner.decoder.kernels
+    if kernels.name != "cpu":
+        return None
+    null = null_set(load(Toolchain()), kernels, engine.weights.dtype)
+    empty = Steps(Engine(directory, dtype=DTYPE, num_blocks=NUM_BLOCKS, kernels=null))
+    taken_ms = 1e3 * time_s(lambda: empty.decode(max(BATCHES), CONTEXTS[0]), repeats)
+    return Row(name="step_overhead", value=taken_ms, unit="ms", parameters={"batch": max(BATCHES), "with": "sampling"})
+
+
+def int8_rows(full: Engine, directory: Path, repeats: int, say: Say) -> Iterator[Row]:
+    """Decode with int8 weights, and how far its logits are from the full ones on the same text."""
+    rounded = Engine(directory, dtype=DTYPE, num_blocks=NUM_BLOCKS, int8=True)
+    spec = full.spec
+    products = gemm(linear_shapes(spec), full.weights.dtype, full.runner.decoder.kernels.layer)
+    yield from decode_rows(Steps(rounded), products, repeats, say, cores=1, weights="int8")
+    say("int8 quality")
+    stream = token_stream(load_tokenizer(directory).encode, 0)
+    yield from compare_weights(full, rounded, cut(stream, [NUM_TEXT_TOKENS] * NUM_TEXTS)).rows()
+
+
+def target_checks(rows: Sequence[Row]) -> Iterator[Check]:
+    """What one core has to reach, in shares of what it could at best."""
+    for row in rows:
+        about, share = row.parameters, row.value / row.ceiling if row.ceiling else 0.0
+        if about.get("cores") != 1 or about.get("weights") == "int8":
+            continue
+        if row.name == "prefill" and about["tokens"] in PREFILL_TARGETS:
+            yield at_least(f"prefill {about['tokens']} share", share, PREFILL_SHARE, "of the GEMM ceiling")
+        shape = (about.get("batch"), about.get("context"))
+        if row.name == "decode" and shape in DECODE_TARGETS:
+            bound = DECODE_TARGETS[shape]
+            yield at_most(f"decode {shape[0]} at {shape[1]}", 1 / share, bound, "times the least time")
+
+
 def main(options: BenchOptions) -> int:
     """Runs it all; the exit status."""
     report = Report(options)
     repeats = 5 if options.is_quick else 15
     directory = resolve(options.model)
     with Progress() as say:
-        with one_core() as core:
-            most = max(BATCHES) * (max(CONTEXTS) // BLOCK_SIZE + 1) + 1
-            engine = Engine(directory, dtype=DTYPE, num_blocks=most)
+        with on_cores(1) as cores:
+            engine = Engine(directory, dtype=DTYPE, num_blocks=NUM_BLOCKS)
             why = engine.runner.decoder.kernels.why
-            memory = {"kernels": why, "core": core, "dtype": DTYPE}
+            memory = {"kernels": why, "core": cores[0], "dtype": DTYPE}
             report.rows.append(Row(name="weights", value=engine.weights.weight_bytes, unit="bytes", parameters=memory))
             steps = Steps(engine)
-            report.rows.extend(speed_rows(engine, steps, repeats, say))
+            report.rows.extend(speed_rows(steps, 1, repeats, say))
+            report.checks.extend(target_checks(report.rows))
+            if (overhead := overhead_row(engine, directory, repeats)) is not None:
+                report.rows.append(overhead)
+                report.checks.append(at_most("step overhead at batch 32", overhead.value, OVERHEAD_MS, "ms"))
+            report.rows.extend(int8_rows(engine, directory, repeats, say))
             for pairs in compare(steps, directory, repeats, say):
                 report.rows.append(pairs.row())
                 report.checks.append(at_least(pairs.name, pairs.ratio, FLOOR, "times as fast"))
+        if not options.is_quick and len(os.sched_getaffinity(0)) > 1:
+            with on_cores(2):
+                report.rows.extend(speed_rows(steps, 2, repeats, say))
         measure_handoff(report, directory, say)
     return report.finish()
 

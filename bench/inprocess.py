@@ -12,6 +12,7 @@ from pathlib import Path
 from bench.arms import Answer, Ask
 from pd_kernels import select
 from pd_kernels.cpu.arena import Arena
+from pd_kernels.protocols import KernelSet
 from pdserve.model.decoder import Decoder
 from pdserve.model.runner import Runner, Work
 from pdserve.model.sampling import SampleRow
@@ -25,12 +26,21 @@ BLOCK_SIZE = 16
 class Engine:
     """A loaded model and a pool of `num_blocks` blocks, of which block 0 stays unused."""
 
-    def __init__(self, directory: Path, *, dtype: str, num_blocks: int, kernels: str = "auto") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        dtype: str,
+        num_blocks: int,
+        kernels: str | KernelSet = "auto",
+        int8: bool = False,
+    ) -> None:
+        """`kernels` is a set, or the name of one to choose."""
         self.spec: ModelSpec = read_spec(directory)
         self.dtype = dtype
         self.layout = self.spec.kv_layout(dtype=dtype, block_size=BLOCK_SIZE)
-        chosen = select("cpu", dtype, self.spec.head_dim, kernels)
-        self.weights: Weights = load(directory, self.spec, device="cpu", dtype=dtype, kernels=chosen)
+        chosen = select("cpu", dtype, self.spec.head_dim, kernels) if isinstance(kernels, str) else kernels
+        self.weights: Weights = load(directory, self.spec, device="cpu", dtype=dtype, kernels=chosen, int8=int8)
         kv = Arena().empty(self.layout.shape(num_blocks), DTYPES[dtype])
         self.runner = Runner(Decoder(self.spec, self.weights, chosen), kv)
         self.num_blocks = num_blocks

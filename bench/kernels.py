@@ -6,19 +6,17 @@ cores. Invariant: bytes counted are those that cannot be avoided, so a share is 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bench.ceilings import Ceiling, ReadBandwidth, copy_bandwidth, gemm, time_s
+from bench.cores import on_cores
 from bench.report import BenchOptions, Report, Row, at_least
 from pd_kernels import DecodeBatch, KernelSet, PrefillBatch, select
 from pd_kernels.cpu.arena import Arena
-from pdserve.errors import ConfigError
 from pdserve.terminal import Progress
 
 BLOCK_SIZE = 16
@@ -40,22 +38,6 @@ class Shape:
 
 SMOL = Shape(name="135M", q_heads=9, kv_heads=3, head_dim=64, hidden=576, inner=1536)
 LARGE = Shape(name="1B", q_heads=32, kv_heads=8, head_dim=64, hidden=2048, inner=8192)
-
-
-@contextmanager
-def on_cores(count: int) -> Iterator[tuple[int, ...]]:
-    """Everything inside runs on the last `count` allowed cores, with as many threads."""
-    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    if not 1 <= count <= len(allowed):
-        raise ConfigError(f"--cores {count}: {len(allowed)} cores are allowed here")
-    cores = tuple(sorted(allowed)[-count:])
-    os.sched_setaffinity(0, cores)
-    torch.set_num_threads(count)
-    try:
-        yield cores
-    finally:
-        torch.set_num_threads(threads)
-        os.sched_setaffinity(0, allowed)
 
 
 class Cache:
