@@ -148,7 +148,7 @@ def _growth_on(world: World, epoch: str) -> float:
 
 def _growth(world: World, live: Live, layout: KVLayout) -> float:
     most = live.submit.sampling.max_tokens
-    remaining = (world.forecast.remaining(generated=len(sample.tokens), max_tokens=most) - 1 for sample in live.running)
+    remaining = (world.forecast.mean_to_come(len(sample.tokens), most) - 1 for sample in live.running)
     return sum(max(0.0, tokens) for tokens in remaining) / layout.block_size
 
 
