@@ -10,8 +10,9 @@ from typing import Any
 
 from coordinator.live import Live
 from coordinator.tally import Labels, Row, text
-from coordinator.workers import ROLES, Worker
+from coordinator.workers import Worker
 from coordinator.world import World
+from pdserve.config import ROLES
 
 # exported, if without a value, before the first of their kind has happened
 DECLARED = (

@@ -14,6 +14,7 @@ from decode_node.plan import COMMON, DecodeConfig, DecodeRequest
 from decode_node.samples import Common, Request, Sample, State, Work
 from pdserve.forecast import Forecast
 from pdserve.messages import Key
+from pdserve.request import blocks_at_end
 
 Holding = Sample | Work | Request  # what can be preempted; a request stands for its common blocks
 
@@ -32,13 +33,8 @@ class Room:
     # fitting
 
     def footprint(self, spec: DecodeRequest) -> int:
-        """Blocks the request needs alone at its end: shared full blocks once, the rest per sample.
-
-        The last token of a sample is never computed, so it needs no place.
-        """
-        num_shared = len(spec.tokens) // self._pool.block_size
-        longest = max(spec.num_prompt + spec.sampling.max_tokens - 1, len(spec.tokens))
-        return num_shared + spec.sampling.n * (self._pool.blocks_for(longest) - num_shared)
+        """Blocks the request needs alone at its end."""
+        return blocks_at_end(spec.sampling, spec.num_prompt, len(spec.tokens), self._pool.block_size)
 
     def landing_blocks(self, spec: DecodeRequest) -> int:
         """For the tokens, and one for growth if the request will ever grow that far."""
