@@ -193,7 +193,7 @@ class Core:
 
     def _answer(self, what: str) -> str:
         if what == "metrics":
-            return self._machine.metrics_text()
+            return self._machine.metrics_text(self._hub.ignored)
         if what == "requests":
             return json.dumps(self._machine.snapshot_requests())
         pools = self._machine.snapshot_pools()

@@ -7,6 +7,7 @@ repeated or unknown, ever raises.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from coordinator import views
@@ -113,8 +114,9 @@ class Machine:
     def snapshot_requests(self) -> list[dict[str, Any]]:
         return views.requests(self._world)
 
-    def metrics_text(self) -> str:
-        return views.metrics(self._world)
+    def metrics_text(self, ignored: Mapping[str, int] | None = None) -> str:
+        """`ignored`: messages that never got here, by reason."""
+        return views.metrics(self._world, ignored or {})
 
     @property
     def num_live(self) -> int:

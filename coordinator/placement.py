@@ -16,7 +16,7 @@ from coordinator.world import World
 from pdserve.layout import KVLayout
 from pdserve.messages import Key
 from pdserve.prefix import max_cached_tokens
-from pdserve.request import Sampling
+from pdserve.request import blocks_at_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +43,6 @@ def decode_blocks(layout: KVLayout, num_tokens: int, num_samples: int) -> int:
     return shared + num_samples * (layout.blocks_for(num_tokens + 1) - shared)
 
 
-def footprint(layout: KVLayout, num_prompt: int, sampling: Sampling) -> int:
-    """All samples at full length; the last token of each is never computed. As the decode worker reckons it."""
-    shared = num_prompt // layout.block_size
-    longest = max(num_prompt + sampling.max_tokens - 1, num_prompt)
-    return shared + sampling.n * (layout.blocks_for(longest) - shared)
-
-
 def never_fits(world: World, live: Live) -> str | None:
     """Why no live pool, even empty, could take the request; None if one could, or if there is none to ask."""
     layout, sampling = world.workers.layout, live.submit.sampling
@@ -63,7 +56,7 @@ def never_fits(world: World, live: Live) -> str | None:
             return f"{asked}: prefill needs {needed} KV blocks, the largest prefill pool has {largest}"
     if road.has_decode:
         whole = layout.blocks_for(live.num_prompt + sampling.max_tokens)
-        needed = max(whole, footprint(layout, live.num_prompt, sampling))
+        needed = max(whole, blocks_at_end(sampling, live.num_prompt, live.num_prompt, layout.block_size))
         largest = world.workers.num_blocks("decode")
         if needed > largest:
             return f"{asked}, n {sampling.n}: decode needs {needed} KV blocks, the largest decode pool has {largest}"
@@ -148,7 +141,7 @@ def _growth_on(world: World, epoch: str) -> float:
 
 def _growth(world: World, live: Live, layout: KVLayout) -> float:
     most = live.submit.sampling.max_tokens
-    remaining = (world.forecast.remaining(generated=len(sample.tokens), max_tokens=most) - 1 for sample in live.running)
+    remaining = (world.forecast.mean_to_come(len(sample.tokens), most) - 1 for sample in live.running)
     return sum(max(0.0, tokens) for tokens in remaining) / layout.block_size
 
 

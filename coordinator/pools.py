@@ -10,8 +10,9 @@ from coordinator import reconcile
 from coordinator.attempts import give_up
 from coordinator.events import ResetPeer, Tell
 from coordinator.live import Live
-from coordinator.workers import ROLES, Worker
+from coordinator.workers import Worker
 from coordinator.world import World
+from pdserve.config import ROLES
 from pdserve.messages import (
     CacheEvents,
     Drop,

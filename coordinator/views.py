@@ -5,12 +5,14 @@ Owns the shapes of these answers; changes nothing. Invariant: a view is computed
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from coordinator.live import Live
 from coordinator.tally import Labels, Row, text
-from coordinator.workers import ROLES, Worker
+from coordinator.workers import Worker
 from coordinator.world import World
+from pdserve.config import ROLES
 
 # exported, if without a value, before the first of their kind has happened
 DECLARED = (
@@ -74,7 +76,7 @@ def requests(world: World) -> list[dict[str, Any]]:
     return [_request(world, live) for live in world.lives]
 
 
-def metrics(world: World) -> str:
+def metrics(world: World, ignored: Mapping[str, int]) -> str:
     """Everything in the names of the HTTP contract: the core's own, and what workers sent with their heartbeats."""
     families: dict[str, tuple[str, list[Row]]] = {name: (kind, []) for name, kind in DECLARED}
     families.update((name, (kind, rows)) for name, kind, rows in world.tally.families())
@@ -83,6 +85,8 @@ def metrics(world: World) -> str:
         rows: list[Row] = families.setdefault(name, (kind, []))[1]
         rows.append((name, labels, value))
 
+    for reason, number in ignored.items():
+        add("pdserve_messages_ignored_total", "counter", (("reason", reason),), number)
     states = dict.fromkeys(("queued", "prefill", "handoff", "decode"), 0)
     for live in world.lives:
         states[live.state] += 1

@@ -15,8 +15,6 @@ from pdserve.messages import Heartbeat, Key, PeerInfo, WorkerHello
 
 State = Literal["ready", "draining", "drained"]
 
-ROLES = ("prefill", "decode")
-
 _LEARN = 0.2  # weight of a new observation
 _FULL_WEIGHT_TOKENS = 512  # a shorter prompt says less about the rate
 _MAX_DEAD = 4096

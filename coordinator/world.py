@@ -12,7 +12,6 @@ from math import ceil
 from typing import Any
 
 from coordinator.events import Action, Ignored, Send
-from coordinator.forecast import Forecast
 from coordinator.ledger import Ledger
 from coordinator.live import Live, Lives
 from coordinator.prefix_index import PrefixIndex
@@ -21,6 +20,7 @@ from coordinator.tally import Tally
 from coordinator.waiting import Waiting
 from coordinator.workers import Registry
 from pdserve.config import CoreConfig
+from pdserve.forecast import Forecast
 from pdserve.layout import KVLayout
 
 StopsAtFirst = Callable[[int, Sequence[str]], bool]

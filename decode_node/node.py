@@ -167,9 +167,7 @@ class DecodeNode:
         ]
         for peer, reader in self._landings.readers():
             rows.append(metric("pdserve_transfers", reader.num_pending, link=reader.kind, peer=peer.name))
-            rows.append(
-                metric("pdserve_transfer_bytes_total", reader.stats.num_bytes, link=reader.kind, peer=peer.name)
-            )
+            rows.append(metric("pdserve_transfer_bytes_total", reader.num_bytes, link=reader.kind, peer=peer.name))
         for reason, number in self._landings.rejected.items():
             rows.append(metric("pdserve_reads_rejected_total", number, reason=reason))
         return rows

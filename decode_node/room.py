@@ -7,13 +7,14 @@ Invariant: the oldest running request never yields, so something always finishes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from decode_node.book import Book
-from decode_node.forecast import Forecast, future_peak
 from decode_node.plan import COMMON, DecodeConfig, DecodeRequest
 from decode_node.samples import Common, Request, Sample, State, Work
+from pdserve.forecast import Forecast
 from pdserve.messages import Key
+from pdserve.request import blocks_at_end
 
 Holding = Sample | Work | Request  # what can be preempted; a request stands for its common blocks
 
@@ -32,13 +33,8 @@ class Room:
     # fitting
 
     def footprint(self, spec: DecodeRequest) -> int:
-        """Blocks the request needs alone at its end: shared full blocks once, the rest per sample.
-
-        The last token of a sample is never computed, so it needs no place.
-        """
-        num_shared = len(spec.tokens) // self._pool.block_size
-        longest = max(spec.num_prompt + spec.sampling.max_tokens - 1, len(spec.tokens))
-        return num_shared + spec.sampling.n * (self._pool.blocks_for(longest) - num_shared)
+        """Blocks the request needs alone at its end."""
+        return blocks_at_end(spec.sampling, spec.num_prompt, len(spec.tokens), self._pool.block_size)
 
     def landing_blocks(self, spec: DecodeRequest) -> int:
         """For the tokens, and one for growth if the request will ever grow that far."""
@@ -73,7 +69,7 @@ class Room:
             if counts:
                 blocks = self._pool.blocks_for(len(sample.tokens)) - num_own_start
                 num_own_start = len(request.digests)  # the next samples share the full common blocks
-                to_come = self._forecast.to_come(sample.num_generated, max_tokens)
+                to_come = self._forecast.most_to_come(sample.num_generated, max_tokens)
                 yield blocks, to_come, max_tokens - sample.num_generated
 
     # yielding
@@ -149,3 +145,15 @@ class Room:
             self._book.preempt_work(victim)
         else:
             self._book.preempt_sample(victim)
+
+
+def future_peak(loads: Iterable[tuple[int, int]], block_size: int) -> int:
+    """The most blocks ever held if each of `loads`, (blocks now, tokens to come), grows to its end and leaves.
+
+    When the n-th longest ends, the n longest are there and each has grown as much as it (after Gong et al., 2025).
+    """
+    held = peak = 0
+    for num, (blocks, to_come) in enumerate(sorted(loads, key=lambda load: -load[1]), start=1):
+        held += blocks
+        peak = max(peak, held - (-num * to_come // block_size))
+    return peak

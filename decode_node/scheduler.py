@@ -30,11 +30,11 @@ from __future__ import annotations
 
 from decode_node.book import Book
 from decode_node.chunks import Chunks
-from decode_node.forecast import Forecast
 from decode_node.plan import DecodeConfig, DecodePlan, DecodeRequest, LandingPlan
 from decode_node.room import Room
 from decode_node.samples import Common, Request, Sample, State, Work
 from pdserve.blocks import BlockPool
+from pdserve.forecast import Forecast
 from pdserve.messages import Key
 from pdserve.request import FinishReason
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kv_transfer.links import LinkStats, Opener, Reader
+from kv_transfer.links import Opener, Reader
 from kv_transfer.pool import Pool
 from kv_transfer.selftest import SelfTest, self_test
 from pdserve.errors import TransferError
@@ -48,7 +48,7 @@ def connect(peer: PeerInfo, pool: Pool, layout: KVLayout, openers: Mapping[str, 
         try:
             reader = openers[offer.kind](offer, peer)
             test = self_test(reader, pool, peer_num_blocks=peer.num_blocks)
-            reader.stats = LinkStats()  # of requests alone
+            reader.num_bytes = 0  # of requests alone
         except TransferError as error:
             if reader is not None:
                 reader.close()

@@ -1,15 +1,14 @@
 """What every link between two pools offers, whatever moves the bytes.
 
-Owns the nouns (a read, its result, a link's counters) and the two sides' protocols; moves nothing. Only the reader
+Owns the nouns (a read and its result) and the two sides' protocols; moves nothing. Only the reader
 writes into its pool, and only from `poll`. Invariant: a read started ends in exactly one result unless abandoned, and
 an `ok` result means that all its bytes arrived and were validated afterwards.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from kv_transfer.plan import MAX_GENERATION, malformed
@@ -42,29 +41,11 @@ class ReadResult:
         return not self.reason
 
 
-@dataclass(slots=True, kw_only=True)
-class LinkStats:
-    """Totals of one reader, for the metrics."""
-
-    reads: int = 0
-    num_bytes: int = 0  # of reads that counted
-    rejected: Counter[str] = field(default_factory=Counter)  # reads by reason
-    late_bytes: int = 0  # arrived for reads no longer wanted, dropped
-    ignored: int = 0  # messages that were not understood
-
-    def count(self, result: ReadResult) -> None:
-        if result.ok:
-            self.reads += 1
-            self.num_bytes += result.num_bytes
-        else:
-            self.rejected[result.reason] += 1
-
-
 class Reader(Protocol):
     """One peer's pool, seen through one link; used by one thread. Opened once per epoch of the peer."""
 
     kind: str
-    stats: LinkStats
+    num_bytes: int  # of reads that counted, in all
 
     @property
     def how(self) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 
 from kv_transfer.copiers import Copier, MappedCopier, ProcessCopier, reason_of
 from kv_transfer.header import HeaderView
-from kv_transfer.links import BlockRead, LinkStats, Pacer, ReadId, ReadResult, check_read
+from kv_transfer.links import BlockRead, Pacer, ReadId, ReadResult, check_read
 from kv_transfer.pool import Pool
 from kv_transfer.shm import MAX_PACKET_BYTES, PROBE_BYTES, REGISTRY, Ask, HandOut, peer_credentials
 from kv_transfer.syscalls import IOV_MAX, one_iovec, read_process
@@ -54,7 +54,7 @@ class ShmReader:
         pidfd: int,
         slice_s: float,
     ) -> None:
-        self.stats = LinkStats()
+        self.num_bytes = 0
         self._pool, self._copier, self._header = pool, copier, header
         self._epoch, self._num_source_blocks = hand_out.epoch, hand_out.total_blocks
         self._pidfd: int | None = pidfd
@@ -115,7 +115,7 @@ class ShmReader:
             num_bytes=0 if reason else job.done * self._pool.block_bytes,
             seconds=time.monotonic() - job.started_s,
         )
-        self.stats.count(result)
+        self.num_bytes += result.num_bytes
         return result
 
     def abandon(self, read_id: ReadId) -> None:

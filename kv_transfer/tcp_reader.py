@@ -16,7 +16,7 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kv_transfer.links import BlockRead, LinkStats, ReadId, ReadResult, check_read
+from kv_transfer.links import BlockRead, ReadId, ReadResult, check_read
 from kv_transfer.plan import adjacent, coalesce
 from kv_transfer.pool import Pool, total_blocks
 from kv_transfer.tcp import OVERHEAD_BYTES, REGISTRY, SLICE_BYTES, WINDOW, Ask, Head, Trailer, slice_blocks
@@ -66,7 +66,7 @@ class TcpReader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Connecting happens in the background; a peer that cannot be reached fails the first reads."""
-        self.stats = LinkStats()
+        self.num_bytes = 0
         self._pool, self._epoch = pool, peer.epoch
         self._num_source_blocks = total_blocks(peer.num_blocks, pool.block_bytes)
         self._silence_s, self._clock = silence_s, clock
@@ -159,18 +159,13 @@ class TcpReader:
         except MalformedError:
             head = trailer = None
         found = self._slices.pop(head.slice_id, None) if isinstance(head, Head) else None
-        if found is None:
-            self.stats.ignored += 1
-            return
-        payload = frames[1:-1]
-        if found.job is None:
-            self.stats.late_bytes += sum(len(frame) for frame in payload)
+        if found is None or found.job is None:  # not understood, or late for a read that was abandoned
             return
         reason = head.reason
         if not reason:
             is_whole = isinstance(trailer, Trailer) and trailer.slice_id == head.slice_id
             reason = trailer.reason if is_whole and trailer is not None else "malformed_reply"
-        reason = reason or self._write(found.job, found, payload)
+        reason = reason or self._write(found.job, found, frames[1:-1])
         if reason:
             results.append(self._end(found.job, reason))
         elif found.job.done == len(found.job.read.sources):
@@ -203,7 +198,7 @@ class TcpReader:
             num_bytes=0 if reason else job.done * self._pool.block_bytes,
             seconds=self._clock() - job.started_s,
         )
-        self.stats.count(result)
+        self.num_bytes += result.num_bytes
         return result
 
     def abandon(self, read_id: ReadId) -> None:

@@ -2,7 +2,7 @@
 
 Owns the message types, their tags and the byte format; moves no bytes. Every message is a frozen dataclass, encoded as
 a msgpack array [tag, field, ...] in field order (`codec.py`). Invariant: decoding checks every type, so a receiver
-never meets a malformed message: it gets a `MalformedError`, counts it and drops it. Nothing is ever unpickled.
+never meets a malformed message: it gets a `MalformedError` and drops it. Nothing is ever unpickled.
 
 Ids: `request` is made by the core; `attempt` counts its placements from 1; `epoch` names one life of one process.
 Positions count tokens of prompt + output from 0. Times are nanoseconds of CLOCK_MONOTONIC of the sender's host.

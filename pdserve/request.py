@@ -42,3 +42,13 @@ class Sampling:
         if token in self.stop_token_ids or (token in self.eos_token_ids and not self.ignore_eos):
             return "stop"
         return "length" if num_generated >= self.max_tokens else None
+
+
+def blocks_at_end(sampling: Sampling, num_prompt: int, num_tokens: int, block_size: int) -> int:
+    """KV blocks a request needs alone at its end; `num_tokens` are there already: the prompt, and what was generated.
+
+    Full blocks are shared, the rest is each sample's own; the last token of a sample is never computed.
+    """
+    num_shared = num_tokens // block_size
+    longest = max(num_prompt + sampling.max_tokens - 1, num_tokens)
+    return num_shared + sampling.n * (-(-longest // block_size) - num_shared)

@@ -39,8 +39,6 @@ class Session:
         self._owed_since_s: float | None = None
         self._resend_at_s: float | None = None
         self._resent_upto = 0  # while it recovers: the last sequence number sent again
-        self.num_resent = 0
-        self.num_ignored = 0
 
     @property
     def num_unacked(self) -> int:
@@ -75,7 +73,6 @@ class Session:
         if self._owed_since_s is None:
             self._owed_since_s = now_s
         if frame.sequence != self._delivered + 1:
-            self.num_ignored += 1
             return None
         self._owed += 1
         self._delivered = frame.sequence
@@ -87,7 +84,6 @@ class Session:
             self._resend_at_s = now_s + RESEND_AFTER_S
             again = [self._frame(seq, payload) for seq, payload in islice(self._unacked, RESEND_AT_MOST)]
             self._resent_upto = again[-1].sequence if again else 0
-            self.num_resent += len(again)
             return again
         if self._owed_since_s is not None and (self._owed >= ACK_EVERY or now_s >= self._owed_since_s + ACK_AFTER_S):
             return [self.acknowledgement()]
@@ -107,7 +103,6 @@ class Session:
 
     def _acknowledge(self, upto: int, now_s: float) -> None:
         if upto >= self._next_sequence:  # acknowledges what was never sent: not ours
-            self.num_ignored += 1
             return
         has_progress = False
         while self._unacked and self._unacked[0][0] <= upto:

@@ -143,6 +143,10 @@ class PrefillNode:
             metric("pdserve_evicted_blocks_total", self._blocks.num_evicted, pool="prefill"),
             metric("pdserve_step_seconds_sum", self._steps.seconds, pool="prefill"),
             metric("pdserve_step_seconds_count", self._steps.count, pool="prefill"),
+            *(
+                metric("pdserve_messages_ignored_total", number, reason=reason)
+                for reason, number in self._readers.ignored.items()
+            ),
         ]
 
     def cache_changes(self, *, is_snapshot: bool) -> CacheChanges:

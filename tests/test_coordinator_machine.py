@@ -355,3 +355,12 @@ def test_the_prefill_rate_is_learned_from_what_was_computed_not_from_what_was_ex
         stage.now_s += 0.005
         stage.stamp("p0.1", key, phases.FIRST_TOKEN_READY)
     assert stage.machine._world.workers.get("p0.1").prefill_rate < 1100
+
+
+def test_what_never_reached_the_machine_is_exported_beside_what_it_ignored():
+    stage = Stage()
+    stage.step(FromWorker("never seen", StepReport(tokens=(), stamps=())))
+    text = stage.machine.metrics_text({"malformed": 2})
+    assert 'pdserve_messages_ignored_total{reason="malformed"} 2' in text
+    assert 'pdserve_messages_ignored_total{reason="dead_epoch"} 1' in text
+    assert text.count("# TYPE pdserve_messages_ignored_total") == 1

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.forecast import Forecast
 from decode_node.plan import COMMON, DecodeConfig, DecodeRequest
 from decode_node.scheduler import DecodeScheduler
 from pdserve.blocks import BlockPool
+from pdserve.forecast import Forecast
 from pdserve.messages import Key
 from pdserve.request import Sampling
 
@@ -38,7 +38,7 @@ def hash_of(value):
 class Optimist(Forecast):
     """Expects every output to end at once, so memory is always overcommitted."""
 
-    def to_come(self, num_generated, max_tokens):
+    def most_to_come(self, num_generated, max_tokens):
         return 0
 
 

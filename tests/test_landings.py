@@ -8,7 +8,7 @@ from transfer_kit import LAYOUT
 
 from decode_node.landings import LINK_PATIENCE_S, Landings
 from decode_node.plan import LandingPlan
-from kv_transfer.links import LinkStats, ReadResult
+from kv_transfer.links import ReadResult
 from pdserve.channel import Hub, new_epoch
 from pdserve.messages import Key, PeerInfo, Published, ReleaseLease, Run
 
@@ -21,7 +21,7 @@ class Reader:
     waitable = None
 
     def __init__(self):
-        self.stats, self.reads = LinkStats(), []
+        self.num_bytes, self.reads = 0, []
 
     @property
     def num_pending(self):

@@ -61,7 +61,6 @@ class CoreClient:
         self._nonces = itertools.count(1)
         self._open: dict[int, Live] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self.num_ignored = 0  # messages for tickets that are not open, or of no use here
 
     @property
     def is_connected(self) -> bool:
@@ -87,8 +86,7 @@ class CoreClient:
             case Output() | SampleEnded() | Ended():
                 live = self._open.get(message.ticket)
                 if live is None:
-                    self.num_ignored += 1
-                    return
+                    return  # abandoned meanwhile
                 live.put(message)
                 if isinstance(message, Ended):
                     del self._open[message.ticket]
@@ -96,8 +94,6 @@ class CoreClient:
                 reply = self._replies.pop(message.nonce, None)
                 if reply is not None and not reply.done():
                     reply.set_result(message)
-            case _:
-                self.num_ignored += 1
 
     def core_lost(self) -> None:
         """The core was replaced: it knows none of the open requests."""

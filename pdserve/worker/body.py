@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from kv_transfer.offers import Exports
 from pdserve.channel import new_epoch
 from pdserve.config import WorkerConfig
 from pdserve.messages import (
@@ -25,7 +26,6 @@ from pdserve.messages import (
     Counts,
     Key,
     Leave,
-    LinkOffer,
     Metric,
     PeerInfo,
     Ping,
@@ -36,6 +36,7 @@ from pdserve.messages import (
 from pdserve.prefix import CacheChanges
 from pdserve.worker.control import Control
 from pdserve.worker.engine import Engine
+from pdserve.worker.stats import metric
 from pdserve.worker.vitals import HeartbeatThread, Vitals
 
 HEARTBEAT_S = 0.5
@@ -79,10 +80,10 @@ class Life(Protocol):
 
 
 class Body:
-    def __init__(self, config: WorkerConfig, engine: Engine, links: Sequence[LinkOffer], vitals: Vitals) -> None:
+    def __init__(self, config: WorkerConfig, engine: Engine, exports: Exports, vitals: Vitals) -> None:
         self._config = config
         self._engine = engine
-        self._links = tuple(links)
+        self._exports = exports
         self._vitals = vitals
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
@@ -98,7 +99,7 @@ class Body:
             control.send(self._hello(epoch, life))
             self._vitals.update(epoch=epoch, phase="serving")
             is_by_hand = not self._config.supervisor_pid
-            has_left = _Loop(life, control, self._vitals, is_by_hand=is_by_hand).run(is_over)
+            has_left = _Loop(life, control, self._vitals, self._exports, is_by_hand=is_by_hand).run(is_over)
             life.close()
             control.close()
             if has_left:
@@ -116,7 +117,7 @@ class Body:
                 endpoint=life.endpoint,
                 layout=engine.layout,
                 num_blocks=engine.pool.num_blocks,
-                links=self._links,
+                links=self._exports.offers,
             ),
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -132,10 +133,11 @@ class Body:
 class _Loop:
     """The turns of one life."""
 
-    def __init__(self, life: Life, control: Control, vitals: Vitals, *, is_by_hand: bool) -> None:
+    def __init__(self, life: Life, control: Control, vitals: Vitals, exports: Exports, *, is_by_hand: bool) -> None:
         self._life = life
         self._control = control
         self._vitals = vitals
+        self._exports = exports
         self._next_report_s = 0.0
         self._num_events = 0
         self._is_by_hand = is_by_hand
@@ -186,12 +188,13 @@ class _Loop:
             self._complain_s = now_s + UNHEARD_S
             print(f"still waiting for the coordinator at {self._control.endpoint}", file=sys.stderr, flush=True)
         life = self._life
+        strangers = metric("pdserve_messages_ignored_total", self._exports.num_ignored, reason="kv_stranger")
         self._vitals.update(
             held=tuple(life.held()),
             leases=tuple(life.leases()),
             counts=life.counts(),
             num_running=life.num_running(),
-            metrics=tuple(life.metrics()),
+            metrics=(*life.metrics(), strangers),
         )
 
     def _events(self, *, is_snapshot: bool) -> None:

@@ -52,7 +52,7 @@ def run_worker(plain: Mapping[str, Any], node: Node) -> int:
         )
         for note in exports.notes:
             print(f"{config.name}: {note}", file=sys.stderr, flush=True)
-        body = Body(config, engine, exports.offers, vitals)
+        body = Body(config, engine, exports, vitals)
 
         def start(epoch: str, control: Control, context: zmq.Context[Any]) -> Life:
             return node(config, engine, vitals, epoch=epoch, control=control, context=context)
