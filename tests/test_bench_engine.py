@@ -6,11 +6,25 @@ import pytest
 import torch
 
 from bench.ceilings import Ceiling, ReadBandwidth, gemm, time_s
-from bench.engine import Cost, Pairs, Steps, decode_cost, linear_shapes, one_core, prefill_cost, speed_rows
+from bench.cores import on_cores
+from bench.engine import (
+    Cost,
+    Pairs,
+    Steps,
+    decode_cost,
+    linear_shapes,
+    overhead_row,
+    prefill_cost,
+    speed_rows,
+    target_checks,
+)
 from bench.handoff import handoff_ms
 from bench.inprocess import Engine
+from bench.quality import Difference, compare
+from bench.report import Row
 from bench.rival import Rival
 from bench.tiny_models import save_tiny
+from pdserve.errors import ConfigError
 from pdserve.model.spec import read_spec
 
 
@@ -69,9 +83,50 @@ def test_the_first_run_is_not_counted():
 
 def test_one_core_is_given_back():
     before = os.sched_getaffinity(0), torch.get_num_threads()
-    with one_core() as core:
-        assert (os.sched_getaffinity(0), torch.get_num_threads()) == ({core}, 1)
+    with on_cores(1) as cores:
+        assert (os.sched_getaffinity(0), torch.get_num_threads()) == (set(cores), 1)
     assert (os.sched_getaffinity(0), torch.get_num_threads()) == before
+
+
+def test_more_cores_than_are_allowed_are_refused():
+    with pytest.raises(ConfigError, match="4096 cores are wanted"), on_cores(4096):
+        pass
+
+
+def test_targets_are_judged_on_one_core_with_full_weights_only():
+    about = {"cores": 1, "tokens": 512}
+    fast = Row(name="prefill", value=7.0, unit="x", parameters=about, ceiling=10.0)
+    slow = Row(name="decode", value=1.0, unit="x", parameters={"cores": 1, "batch": 1, "context": 128}, ceiling=2.0)
+    others = [
+        Row(name="prefill", value=1.0, unit="x", parameters=about | {"cores": 2}, ceiling=10.0),
+        Row(name="decode", value=1.0, unit="x", parameters=slow.parameters | {"weights": "int8"}, ceiling=9.0),
+    ]
+    assert [(check.value, check.is_ok) for check in target_checks([fast, slow, *others])] == [(0.7, True), (2.0, False)]
+
+
+def test_a_step_without_kernels_runs_all_that_is_around_them(directory):
+    engine = Engine(directory, dtype="bfloat16", num_blocks=32 * 65 + 1)
+    row = overhead_row(engine, directory, 1)
+    assert row is not None and row.value > 0
+
+
+def test_rounded_weights_differ_from_full_ones_and_equal_weights_do_not(directory):
+    full = Engine(directory, dtype="float32", num_blocks=8)
+    rounded = Engine(directory, dtype="float32", num_blocks=8, int8=True)
+    texts = [list(range(3, 60)), list(range(40, 90))]
+    same, other = compare(full, full, texts), compare(full, rounded, texts)
+    assert (same.positions, same.agreed, same.divergence) == (105, 105, 0.0)
+    assert other.divergence > 0 and other.positions == 105
+    assert [row.name for row in other.rows()] == [
+        "int8_same_likeliest_token",
+        "int8_divergence",
+        "int8_perplexity_ratio",
+    ]
+
+
+def test_a_text_that_surprises_less_has_a_ratio_below_one():
+    difference = Difference(positions=10, agreed=10, surprise_full=20.0, surprise_rounded=10.0)
+    assert list(difference.rows())[-1].value == pytest.approx(0.3679, abs=1e-4)
 
 
 def test_every_way_of_reading_is_tried_and_the_best_is_named():
@@ -82,7 +137,7 @@ def test_every_way_of_reading_is_tried_and_the_best_is_named():
 
 def test_every_prefill_and_decode_shape_has_a_row_with_its_ceiling(directory):
     engine = Engine(directory, dtype="bfloat16", num_blocks=32 * 65 + 1)
-    rows = list(speed_rows(engine, Steps(engine), 1, lambda text: None))
+    rows = list(speed_rows(Steps(engine), 1, 1, lambda text: None))
     assert [row.parameters["tokens"] for row in rows if row.name == "prefill"] == [128, 512, 2048]
     shapes = [(row.parameters["batch"], row.parameters["context"]) for row in rows if row.name == "decode"]
     assert shapes == [(batch, context) for batch in (1, 8, 32) for context in (128, 1024)]
