@@ -21,6 +21,7 @@ int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step
 // of two pairs in elements.
 struct FloatEngine {
     using Operand = float;
+    static constexpr bool IS_AMX = false;
     static constexpr int64_t DEPTH = 16;
     static void begin() {}
     static void end() {}
@@ -66,6 +67,7 @@ struct FloatEngine {
 #if defined(PD_HAS_AMX)
 struct AmxEngine {
     using Operand = bf16;
+    static constexpr bool IS_AMX = true;
     static constexpr int64_t DEPTH = 32;
     static void begin() { amx::configure(16, 16); }
     static void end() { amx::release(); }
@@ -167,7 +169,8 @@ void attend_item(const T* q, const T* kv, const int32_t* tables, T* out, const A
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t d = 0; d < s.dim; d += 16)
             store(scratch.q.data() + r * depth + d, load(q + first + r / group * q_row + r % group * s.dim + d));
-    Cache<T> keys = cache_of(kv, tables, item.request, item.head, 0, s), values = cache_of(kv, tables, item.request, item.head, 1, s);
+    Sequence<T> keys = sequence_of(kv + item.head * s.head_stride, tables, item.request, 0, s), values = keys;
+    values.kv += s.kv_stride;
     const T** pointers = reinterpret_cast<const T**>(scratch.rows);
     int64_t context = item.first_position + item.num_tokens;
     for (int64_t k0 = 0; k0 < context; k0 += KEYS) {
@@ -227,10 +230,11 @@ void prefill(const T* q, const T* kv, const int32_t* query_start, const int32_t*
                 continue;
             }
             for (int64_t t = 0; t < item.num_tokens; ++t) {  // a few rows: packing the context would cost more than it saves
-                int64_t row = ((item.first_token + t) * s.q_heads + item.head * group) * s.dim;
-                attend_one(q + row, cache_of(kv, tables, item.request, item.head, 0, s), cache_of(kv, tables, item.request, item.head, 1, s),
-                           item.first_position + t + 1, group, s.dim, s.scale, out + row, Following<T>{});
+                int64_t row = (item.first_token + t) * s.q_heads * s.dim;
+                Sequence<T> sequence = sequence_of(kv, tables, item.request, item.first_position + t + 1, s);
+                attend_one<T>(q + row, sequence, {item.head, item.head + 1, E::IS_AMX}, s, out + row, nullptr);
             }
+            E::begin();  // a few rows took the tiles
         }
         E::end();
     }
