@@ -118,6 +118,54 @@ const i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 inline f32x16 mask_from(f32x16 scores, int64_t visible) { return LANE < static_cast<int32_t>(visible) ? scores : splat(MASKED); }
 
+// exp(score * scale - best) of one row's first `visible` scores, 0 for the rest of `columns`; returns the lanes' sums. As exact as
+// `exp` where weights stay float32.
+template <class Operand>
+struct Exponential {
+    static f32x16 weigh(const float* scores, int64_t visible, int64_t columns, float scale, float best, Operand* weights) {
+        f32x16 sums = {}, offset = splat(-best);
+        for (int64_t j = 0; j < columns; j += 16) {
+            f32x16 score = j + 16 <= visible ? load(scores + j) : mask_from(load(scores + j), visible - j);
+            f32x16 weight = exp(fma(score, splat(scale), offset));
+            store(weights + j, weight);
+            sums += weight;
+        }
+        return sums;
+    }
+};
+
+#if defined(PD_HAS_AMX)
+// Weights that are rounded to bf16, 4e-3 apart: 2^t = 2^floor(t) * p(t - floor(t)), p the cubic of least relative error, 1e-4.
+template <>
+struct Exponential<bf16> {
+    static __m512 of(f32x16 scores, f32x16 scale, f32x16 offset) {
+        __m512 t = reinterpret_cast<__m512>(max(fma(scores, scale, offset), splat(-125.0f)));  // no lane becomes a slow denormal
+        f32x16 r = reinterpret_cast<f32x16>(_mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+        f32x16 p = fma(splat(C3), r, splat(C2));
+        p = fma(p, r, splat(C1));
+        p = fma(p, r, splat(C0));
+        return _mm512_scalef_ps(reinterpret_cast<__m512>(p), t);
+    }
+    static f32x16 weigh(const float* scores, int64_t visible, int64_t columns, float scale, float best, bf16* weights) {
+        f32x16 left = {}, right = {}, factor = splat(scale * LOG2_E), offset = splat(-best * LOG2_E);
+        int64_t j = 0;
+        auto step = [&](f32x16 a, f32x16 b) {
+            __m512 x = of(a, factor, offset), y = of(b, factor, offset);
+            left += reinterpret_cast<f32x16>(x), right += reinterpret_cast<f32x16>(y);
+            __m512bh both = _mm512_cvtne2ps_pbh(y, x);
+            std::memcpy(weights + j, &both, 64);
+        };
+        for (; j + 32 <= visible; j += 32) step(load(scores + j), load(scores + j + 16));
+        if (j < columns) {
+            step(mask_from(load(scores + j), visible - j), mask_from(load(scores + j + 16), visible - j - 16)), j += 32;
+            for (; j < columns; j += 32) std::memset(weights + j, 0, 64);
+        }
+        return left + right;
+    }
+    static constexpr float LOG2_E = 1.44269504f, C0 = 0.99992522f, C1 = 0.69583353f, C2 = 0.22606716f, C3 = 0.07802452f;
+};
+#endif
+
 // Sixteen rows of scores -> weights, row r against its first visible[r] keys; the rest up to `columns` becomes 0.
 // `highest` and `total` are the rows' running maximum and sum, `acc` [16][width] what was accumulated before.
 template <class Operand>
@@ -134,21 +182,7 @@ void softmax_rows(const float* scores, const int64_t* visible, int64_t columns, 
     f32x16 before = load(highest), best = max(highest_each(rows) * scale, before), factor = exp(before - best);
     store(highest, best);
     for (int r = 0; r < 16; ++r) {
-        const float* row = scores + r * KEYS;
-        Operand* out = weights + r * KEYS;
-        f32x16 sums = {}, offset = splat(-best[r]);
-        int64_t j = 0;
-        for (; j + 16 <= visible[r]; j += 16) {
-            f32x16 weight = exp(fma(load(row + j), splat(scale), offset));
-            store(out + j, weight);
-            sums += weight;
-        }
-        for (; j < columns; j += 16) {
-            f32x16 weight = exp(fma(mask_from(load(row + j), visible[r] - j), splat(scale), offset));
-            store(out + j, weight);
-            sums += weight;
-        }
-        rows[r] = sums;
+        rows[r] = Exponential<Operand>::weigh(scores + r * KEYS, visible[r], columns, scale, best[r], weights + r * KEYS);
         if (factor[r] != 1.0f)
             for (int64_t d = 0; d < width; d += 16) store(acc + r * width + d, load(acc + r * width + d) * factor[r]);
     }
