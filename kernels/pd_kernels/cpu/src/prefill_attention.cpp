@@ -73,11 +73,16 @@ struct AmxEngine {
     static void end() { amx::release(); }
 
     static void pack_columns(const bf16* const* rows, int64_t n, int64_t padded, int64_t depth, int64_t padded_depth, bf16* b) {
-        std::memset(b, 0, sizeof(bf16) * padded * padded_depth);
-        for (int64_t j = 0; j < n; ++j) {
-            bf16* column = b + j / 32 * 32 * padded_depth + j % 32 / 16 * amx::TILE + j % 16 * 2;
-            for (int64_t d = 0; d < depth; d += 2) std::memcpy(column + d / 32 * 2 * amx::TILE + d % 32 * 16, rows[j] + d, 4);
-        }
+        for (int64_t j = 0; j < padded; j += 16)
+            for (int64_t d = 0; d < padded_depth; d += 32) {
+                __m512i pairs[16];
+                __mmask16 used = depth - d < 32 ? 0xff : 0xffff;  // depth is a multiple of 16
+                for (int64_t i = 0; i < 16; ++i)
+                    pairs[i] = j + i < n ? _mm512_maskz_loadu_epi32(used, rows[j + i] + d) : _mm512_setzero_si512();
+                amx::transpose(pairs);
+                bf16* tile = b + j / 32 * 32 * padded_depth + d / 32 * 2 * amx::TILE + j % 32 / 16 * amx::TILE;
+                for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(tile + i * 32, pairs[i]);
+            }
     }
     static void pack_rows(const bf16* const* rows, int64_t k, int64_t padded, int64_t n, int64_t padded_n, bf16* b) {
         for (int64_t t = 0; t < padded; t += 2)
