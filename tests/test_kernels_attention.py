@@ -110,3 +110,38 @@ def test_a_cache_of_another_dtype_is_refused_by_shape():
     q, kv, tables = pool_of(case)
     with pytest.raises(ValueError, match="bfloat16"):
         run_prefill(CpuPrefill(load(Toolchain())), case, q, kv.to(torch.bfloat16), tables)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_decoded_sequence_does_not_depend_on_its_batch_mates(dtype):
+    case = Case(contexts=[70, 5, 300], queries=[1, 1, 1], dtype=dtype)
+    q, kv, tables = pool_of(case)
+    kernel = CpuDecode(load(Toolchain()))
+    together = run_decode(kernel, case, q, kv, tables)
+    for r, context in enumerate(case.contexts):
+        alone = run_decode(kernel, Case(contexts=[context], queries=[1]), q[r : r + 1], kv, tables[r : r + 1])
+        assert torch.equal(alone[0], together[r])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_two_threads_decode_the_same_bits_as_one_by_heads_and_by_sequences(dtype):
+    kernel, before = CpuDecode(load(Toolchain())), torch.get_num_threads()
+    for contexts in ([200], [33, 90, 64]):
+        case = Case(contexts=contexts, queries=[1] * len(contexts), kv_heads=3, dtype=dtype)
+        q, kv, tables = pool_of(case)
+        torch.set_num_threads(1)
+        single = run_decode(kernel, case, q, kv, tables)
+        torch.set_num_threads(2)
+        try:
+            assert torch.equal(run_decode(kernel, case, q, kv, tables), single)
+        finally:
+            torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_kv_heads_are_decoded_in_several_passes(dtype):
+    case = Case(contexts=[40, 17], queries=[1, 1], kv_heads=11, group=2, dtype=dtype)
+    q, kv, tables = pool_of(case)
+    expected = run_decode(decode_attention, case, q.float(), kv.float(), tables)
+    for arch in ARCHES:
+        assert_close(run_decode(CpuDecode(load(Toolchain(arch=arch))), case, q, kv, tables), expected, dtype)

@@ -72,6 +72,7 @@ class CpuPrefill:
 class CpuDecode:
     def __init__(self, library: Library) -> None:
         self._call = library.decode_attention
+        self._has_amx = int(library.has_amx)
 
     def __call__(self, q: Tensor, kv: Tensor, batch: DecodeBatch, scale: float, out: Tensor) -> None:
         q, tables = q.contiguous(), batch.block_tables
@@ -79,6 +80,7 @@ class CpuDecode:
         shape = _shape(q, kv, tables, scale)
         self._call(
             q.dtype is torch.bfloat16,
+            self._has_amx,
             q.data_ptr(),
             kv.data_ptr(),
             batch.context_lens.data_ptr(),

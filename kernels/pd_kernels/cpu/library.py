@@ -59,7 +59,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "pd_silu_mul": (c_int, c_void_p, c_void_p, c_int64, c_int64),
     "pd_rope_write": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_void_p),
     "pd_gumbel": (c_uint64, c_uint64, c_void_p, c_int64, c_void_p),
-    "pd_decode_attention": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int),
+    "pd_decode_attention": (c_int, c_int, *(c_void_p,) * 6, c_int),
     "pd_prefill_attention": (c_int, c_int, *(c_void_p,) * 7, c_int),
 }
 

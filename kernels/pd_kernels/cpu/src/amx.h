@@ -89,6 +89,24 @@ inline void pack_tile(const bf16* matrix, int64_t row, int64_t n, bf16* tile) {
         for (int64_t pair = 0; pair < 16; ++pair) std::memcpy(tile + pair * 32 + column * 2, matrix + column * row + pair * 2, 4);
 }
 
+// 16 x 16 pairs of bf16.
+inline void transpose(__m512i* r) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int c = 0; c < 4; ++c) {  // r[4 i + c] holds columns c, 4 + c, 8 + c, 12 + c of rows 4 i to 4 i + 3
+        __m512i a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+        __m512i d = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd), e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+        t[c] = _mm512_shuffle_i32x4(a, b, 0x88), t[8 + c] = _mm512_shuffle_i32x4(a, b, 0xdd);
+        t[4 + c] = _mm512_shuffle_i32x4(d, e, 0x88), t[12 + c] = _mm512_shuffle_i32x4(d, e, 0xdd);
+    }
+    for (int i = 0; i < 16; ++i) r[i] = t[i];
+}
+
 }  // namespace amx
 }  // namespace pd
 #endif

@@ -12,16 +12,16 @@ struct AttentionShape {
 };
 
 template <class T>
-struct Cache {  // keys or values of one sequence and one head
-    const T* base;
+struct Sequence {  // the cache of one request; heads and values are offsets from a token's first key
+    const T* kv;
     const int32_t* table;
-    int64_t block_size, block_stride, token_stride;
+    int64_t context, block_size, block_stride, token_stride;
 
-    // Row pointers of `count` tokens from `first` on.
+    // Where `count` tokens from `first` on have the key of head 0.
     void rows(int64_t first, int64_t count, const T** out) const {
         int64_t block = first / block_size, offset = first % block_size;
         while (count > 0) {
-            const T* row = base + static_cast<int64_t>(table[block]) * block_stride + offset * token_stride;
+            const T* row = kv + static_cast<int64_t>(table[block]) * block_stride + offset * token_stride;
             int64_t run = block_size - offset < count ? block_size - offset : count;
             for (int64_t i = 0; i < run; ++i, row += token_stride) *out++ = row;
             count -= run;
@@ -32,24 +32,27 @@ struct Cache {  // keys or values of one sequence and one head
 };
 
 template <class T>
-Cache<T> cache_of(const T* kv, const int32_t* tables, int64_t request, int64_t head, int64_t which, const AttentionShape& s) {
-    return {kv + which * s.kv_stride + head * s.head_stride, tables + request * s.table_row, s.block_size, s.block_stride, s.token_stride};
+Sequence<T> sequence_of(const T* kv, const int32_t* tables, int64_t request, int64_t context, const AttentionShape& s) {
+    return {kv, tables + request * s.table_row, context, s.block_size, s.block_stride, s.token_stride};
 }
 
-template <class T>
-struct Following {  // what will be read next: its first keys are fetched ahead
-    Cache<T> keys;
-    int64_t context;  // 0: nothing is known
+struct Heads {  // KV heads [first, last)
+    int64_t first, last;
+    bool use_amx;  // the process may use tiles
 };
 
-// Attention of one token's query heads that share a KV head: q and out are [q_heads / kv_heads][dim].
-template <class T>
-void attend_one(const T* q, const Cache<T>& keys, const Cache<T>& values, int64_t context, int64_t group, int64_t dim, float scale, T* out,
-                const Following<T>& next);
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-extern template void attend_one(const float*, const Cache<float>&, const Cache<float>&, int64_t, int64_t, int64_t, float, float*,
-                                const Following<float>&);
-extern template void attend_one(const bf16*, const Cache<bf16>&, const Cache<bf16>&, int64_t, int64_t, int64_t, float, bf16*,
-                                const Following<bf16>&);
+// Attention of one token of `sequence`: q and out are [q_heads][dim], of which those of `heads` are read and written. What will
+// be read next, `next`, may be null: its first keys and values are fetched ahead.
+template <class T>
+void attend_one(const T* q, const Sequence<T>& sequence, const Heads& heads, const AttentionShape& s, T* out, const Sequence<T>* next);
+
+extern template void attend_one(const float*, const Sequence<float>&, const Heads&, const AttentionShape&, float*, const Sequence<float>*);
+extern template void attend_one(const bf16*, const Sequence<bf16>&, const Heads&, const AttentionShape&, bf16*, const Sequence<bf16>*);
+
+// The same by AMX tiles; false where shapes or the machine do not allow it, and then nothing was done. Leaves tiles unconfigured.
+bool attend_tiles(const bf16* q, const Sequence<bf16>& sequence, const Heads& heads, const AttentionShape& s, bf16* out,
+                  const Sequence<bf16>* next);
 
 }  // namespace pd

@@ -21,6 +21,7 @@ int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step
 // of two pairs in elements.
 struct FloatEngine {
     using Operand = float;
+    static constexpr bool IS_AMX = false;
     static constexpr int64_t DEPTH = 16;
     static void begin() {}
     static void end() {}
@@ -66,16 +67,22 @@ struct FloatEngine {
 #if defined(PD_HAS_AMX)
 struct AmxEngine {
     using Operand = bf16;
+    static constexpr bool IS_AMX = true;
     static constexpr int64_t DEPTH = 32;
     static void begin() { amx::configure(16, 16); }
     static void end() { amx::release(); }
 
     static void pack_columns(const bf16* const* rows, int64_t n, int64_t padded, int64_t depth, int64_t padded_depth, bf16* b) {
-        std::memset(b, 0, sizeof(bf16) * padded * padded_depth);
-        for (int64_t j = 0; j < n; ++j) {
-            bf16* column = b + j / 32 * 32 * padded_depth + j % 32 / 16 * amx::TILE + j % 16 * 2;
-            for (int64_t d = 0; d < depth; d += 2) std::memcpy(column + d / 32 * 2 * amx::TILE + d % 32 * 16, rows[j] + d, 4);
-        }
+        for (int64_t j = 0; j < padded; j += 16)
+            for (int64_t d = 0; d < padded_depth; d += 32) {
+                __m512i pairs[16];
+                __mmask16 used = depth - d < 32 ? 0xff : 0xffff;  // depth is a multiple of 16
+                for (int64_t i = 0; i < 16; ++i)
+                    pairs[i] = j + i < n ? _mm512_maskz_loadu_epi32(used, rows[j + i] + d) : _mm512_setzero_si512();
+                amx::transpose(pairs);
+                bf16* tile = b + j / 32 * 32 * padded_depth + d / 32 * 2 * amx::TILE + j % 32 / 16 * amx::TILE;
+                for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(tile + i * 32, pairs[i]);
+            }
     }
     static void pack_rows(const bf16* const* rows, int64_t k, int64_t padded, int64_t n, int64_t padded_n, bf16* b) {
         for (int64_t t = 0; t < padded; t += 2)
@@ -116,6 +123,54 @@ const i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 inline f32x16 mask_from(f32x16 scores, int64_t visible) { return LANE < static_cast<int32_t>(visible) ? scores : splat(MASKED); }
 
+// exp(score * scale - best) of one row's first `visible` scores, 0 for the rest of `columns`; returns the lanes' sums. As exact as
+// `exp` where weights stay float32.
+template <class Operand>
+struct Exponential {
+    static f32x16 weigh(const float* scores, int64_t visible, int64_t columns, float scale, float best, Operand* weights) {
+        f32x16 sums = {}, offset = splat(-best);
+        for (int64_t j = 0; j < columns; j += 16) {
+            f32x16 score = j + 16 <= visible ? load(scores + j) : mask_from(load(scores + j), visible - j);
+            f32x16 weight = exp(fma(score, splat(scale), offset));
+            store(weights + j, weight);
+            sums += weight;
+        }
+        return sums;
+    }
+};
+
+#if defined(PD_HAS_AMX)
+// Weights that are rounded to bf16, 4e-3 apart: 2^t = 2^floor(t) * p(t - floor(t)), p the cubic of least relative error, 1e-4.
+template <>
+struct Exponential<bf16> {
+    static __m512 of(f32x16 scores, f32x16 scale, f32x16 offset) {
+        __m512 t = reinterpret_cast<__m512>(max(fma(scores, scale, offset), splat(-125.0f)));  // no lane becomes a slow denormal
+        f32x16 r = reinterpret_cast<f32x16>(_mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+        f32x16 p = fma(splat(C3), r, splat(C2));
+        p = fma(p, r, splat(C1));
+        p = fma(p, r, splat(C0));
+        return _mm512_scalef_ps(reinterpret_cast<__m512>(p), t);
+    }
+    static f32x16 weigh(const float* scores, int64_t visible, int64_t columns, float scale, float best, bf16* weights) {
+        f32x16 left = {}, right = {}, factor = splat(scale * LOG2_E), offset = splat(-best * LOG2_E);
+        int64_t j = 0;
+        auto step = [&](f32x16 a, f32x16 b) {
+            __m512 x = of(a, factor, offset), y = of(b, factor, offset);
+            left += reinterpret_cast<f32x16>(x), right += reinterpret_cast<f32x16>(y);
+            __m512bh both = _mm512_cvtne2ps_pbh(y, x);
+            std::memcpy(weights + j, &both, 64);
+        };
+        for (; j + 32 <= visible; j += 32) step(load(scores + j), load(scores + j + 16));
+        if (j < columns) {
+            step(mask_from(load(scores + j), visible - j), mask_from(load(scores + j + 16), visible - j - 16)), j += 32;
+            for (; j < columns; j += 32) std::memset(weights + j, 0, 64);
+        }
+        return left + right;
+    }
+    static constexpr float LOG2_E = 1.44269504f, C0 = 0.99992522f, C1 = 0.69583353f, C2 = 0.22606716f, C3 = 0.07802452f;
+};
+#endif
+
 // Sixteen rows of scores -> weights, row r against its first visible[r] keys; the rest up to `columns` becomes 0.
 // `highest` and `total` are the rows' running maximum and sum, `acc` [16][width] what was accumulated before.
 template <class Operand>
@@ -132,21 +187,7 @@ void softmax_rows(const float* scores, const int64_t* visible, int64_t columns, 
     f32x16 before = load(highest), best = max(highest_each(rows) * scale, before), factor = exp(before - best);
     store(highest, best);
     for (int r = 0; r < 16; ++r) {
-        const float* row = scores + r * KEYS;
-        Operand* out = weights + r * KEYS;
-        f32x16 sums = {}, offset = splat(-best[r]);
-        int64_t j = 0;
-        for (; j + 16 <= visible[r]; j += 16) {
-            f32x16 weight = exp(fma(load(row + j), splat(scale), offset));
-            store(out + j, weight);
-            sums += weight;
-        }
-        for (; j < columns; j += 16) {
-            f32x16 weight = exp(fma(mask_from(load(row + j), visible[r] - j), splat(scale), offset));
-            store(out + j, weight);
-            sums += weight;
-        }
-        rows[r] = sums;
+        rows[r] = Exponential<Operand>::weigh(scores + r * KEYS, visible[r], columns, scale, best[r], weights + r * KEYS);
         if (factor[r] != 1.0f)
             for (int64_t d = 0; d < width; d += 16) store(acc + r * width + d, load(acc + r * width + d) * factor[r]);
     }
@@ -167,7 +208,8 @@ void attend_item(const T* q, const T* kv, const int32_t* tables, T* out, const A
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t d = 0; d < s.dim; d += 16)
             store(scratch.q.data() + r * depth + d, load(q + first + r / group * q_row + r % group * s.dim + d));
-    Cache<T> keys = cache_of(kv, tables, item.request, item.head, 0, s), values = cache_of(kv, tables, item.request, item.head, 1, s);
+    Sequence<T> keys = sequence_of(kv + item.head * s.head_stride, tables, item.request, 0, s), values = keys;
+    values.kv += s.kv_stride;
     const T** pointers = reinterpret_cast<const T**>(scratch.rows);
     int64_t context = item.first_position + item.num_tokens;
     for (int64_t k0 = 0; k0 < context; k0 += KEYS) {
@@ -227,10 +269,11 @@ void prefill(const T* q, const T* kv, const int32_t* query_start, const int32_t*
                 continue;
             }
             for (int64_t t = 0; t < item.num_tokens; ++t) {  // a few rows: packing the context would cost more than it saves
-                int64_t row = ((item.first_token + t) * s.q_heads + item.head * group) * s.dim;
-                attend_one(q + row, cache_of(kv, tables, item.request, item.head, 0, s), cache_of(kv, tables, item.request, item.head, 1, s),
-                           item.first_position + t + 1, group, s.dim, s.scale, out + row, Following<T>{});
+                int64_t row = (item.first_token + t) * s.q_heads * s.dim;
+                Sequence<T> sequence = sequence_of(kv, tables, item.request, item.first_position + t + 1, s);
+                attend_one<T>(q + row, sequence, {item.head, item.head + 1, E::IS_AMX}, s, out + row, nullptr);
             }
+            E::begin();  // a few rows took the tiles
         }
         E::end();
     }
