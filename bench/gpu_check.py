@@ -169,7 +169,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="checks and measures the Triton kernels and the engine on one GPU")
     parser.add_argument("--json", help="write the report to this file, - for standard output")
     parser.add_argument("--only", help=f"sections, comma separated: {','.join(s.name for s in SECTIONS)}")
-    parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU, Triton interpreted: tests this file")
+    parser.add_argument(
+        "--dry", action="store_true", help="tiny shapes on the CPU, Triton interpreted: tests this file"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget-s", type=float, default=BUDGET_S)
     for hidden in ("--section", "--lines", "--ceilings"):

@@ -54,9 +54,7 @@ def build(case: Case, device: str, seed: int) -> Built:
     counts = torch.tensor([-(-context // size) for context in case.contexts], device=device)
     total, widest = int(counts.sum()), int(counts.max())
     num_blocks = max(total + 3, case.num_blocks)
-    pool = torch.full(
-        (num_blocks, 2, 2, case.kv_heads, size, case.dim), float("nan"), dtype=case.dtype, device=device
-    )
+    pool = torch.full((num_blocks, 2, 2, case.kv_heads, size, case.dim), float("nan"), dtype=case.dtype, device=device)
     kv = pool[:, 1]
     ids = torch.randperm(num_blocks, generator=generator, device=device)[:total]
     if case.num_blocks:

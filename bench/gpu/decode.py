@@ -6,6 +6,7 @@ Owns the list of cases, the most telling first; `cases` builds and judges. Invar
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import torch
 
@@ -14,6 +15,7 @@ from bench.gpu.section import Setting, Sink
 from pd_kernels.protocols import DecodeAttention, DecodeBatch
 from pd_kernels.reference import decode_attention
 from pd_kernels.triton.decode import TritonDecode
+from pd_kernels.triton.tiles import TileBook
 
 _RAGGED = (1, 63, 64, 65, 127, 128, 129, 500, 33, 257, 4097, 1000)
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -73,6 +75,12 @@ def apply(kernel: DecodeAttention, case: Case, built: Built) -> torch.Tensor:
     return out
 
 
+def work(case: Case, built: Built, book: TileBook | None = None) -> Callable[[], None]:
+    """One launch on fixed tensors, to be timed; the table's tiles unless `book` says otherwise."""
+    kernel, batch, out = TritonDecode(book), decode_batch(case, built.tables), torch.empty_like(built.q)
+    return lambda: kernel(built.q, built.kv, batch, case.dim**-0.5, out)
+
+
 def _padding(setting: Setting, sink: Sink, case: Case) -> None:
     """A row without context is zeros and leaves the others alone."""
     built = build(case, setting.device, setting.seed)
@@ -95,20 +103,20 @@ def _graph(setting: Setting, sink: Sink, case: Case) -> None:
     out = torch.empty(built.q.shape, dtype=built.q.dtype, device=built.q.device)
     kernel = TritonDecode()
 
-    def work() -> None:
+    def step() -> None:
         kernel(built.q, built.kv, batch, case.dim**-0.5, out)
 
-    work()
+    step()
     graph = None
     if not setting.is_dry:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            work()
+            step()
     lens.copy_(decode_batch(case, built.tables).context_lens)
     tables.copy_(built.tables)
     out.fill_(float("nan"))
     if graph is None:
-        work()
+        step()
     else:
         graph.replay()
     judge(sink, "decode graph", out[rows], wanted, TOLERANCE[case.dtype])

@@ -84,7 +84,13 @@ class _Layer:
         gate_up[0, :3] = torch.tensor([-100.0, 100.0, 0.0])
         gate, up = gate_up.double().chunk(2, dim=-1)
         actual = LAYER.silu_mul(gate_up)
-        judge(self._sink, f"silu_mul {_short(dtype)} {rows} x {inner}", actual, functional.silu(gate) * up, 4 * TOLERANCE[dtype])
+        judge(
+            self._sink,
+            f"silu_mul {_short(dtype)} {rows} x {inner}",
+            actual,
+            functional.silu(gate) * up,
+            4 * TOLERANCE[dtype],
+        )
 
     def linear(self, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
         """On a GPU, float32 sums leave unrounded where asked for."""
@@ -112,11 +118,15 @@ def run(setting: Setting, sink: Sink) -> None:
             sink.attempt(f"silu_mul {short}", setting, lambda d=dtype, n=n, w=width: layer.gate(d, n, w))  # type: ignore[misc]
         for heads, normed in product(shapes, (False, True)):
             blocks = heads.tokens + 8
-            sink.attempt(f"rope_write {short}", setting, lambda d=dtype, h=heads, m=normed, b=blocks: layer.rope(d, h, m, b))  # type: ignore[misc]
+            sink.attempt(
+                f"rope_write {short}", setting, lambda d=dtype, h=heads, m=normed, b=blocks: layer.rope(d, h, m, b)
+            )  # type: ignore[misc]
         size = (3, 24, 40) if setting.is_dry else (64, 8192, 4096)
         sink.attempt(f"linear {short}", setting, lambda d=dtype, s=size: layer.linear(d, *s))  # type: ignore[misc]
     if not setting.is_dry:  # 2 layers x 2 x 8 heads x 16 x 128 values: 80000 blocks are 5.2e9
-        sink.attempt("rope_write large pool", setting, lambda: layer.rope(torch.bfloat16, Heads(64, 8, 4, 128), False, 80_000))
+        sink.attempt(
+            "rope_write large pool", setting, lambda: layer.rope(torch.bfloat16, Heads(64, 8, 4, 128), False, 80_000)
+        )
 
 
 def _rope_shapes() -> list[Heads]:
@@ -148,5 +158,3 @@ def _rope(qkv: Tensor, rope: Tensor, kv_heads: int, dim: int, norms: tuple[Tenso
     a, b = heads.chunk(2, dim=-1)
     cosine, sine = rope[:, None, 0].double(), rope[:, None, 1].double()
     return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1)
-
-

@@ -6,6 +6,7 @@ Owns the list of cases, the most telling first; `cases` builds and judges. Invar
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import torch
 
@@ -14,6 +15,7 @@ from bench.gpu.section import Setting, Sink
 from pd_kernels.protocols import PrefillAttention
 from pd_kernels.reference import prefill_attention
 from pd_kernels.triton.prefill import TritonPrefill
+from pd_kernels.triton.tiles import TileBook
 
 _CONTEXTS = (200, 1, 17, 64, 30, 5, 1000, 4097, 63, 65, 128)
 _QUERIES = (3, 1, 17, 31, 0, 5, 1000, 500, 63, 1, 64)
@@ -72,3 +74,9 @@ def apply(kernel: PrefillAttention, case: Case, built: Built) -> torch.Tensor:
     out = torch.full(built.q.shape, float("nan"), dtype=built.q.dtype, device=built.q.device)
     kernel(built.q, built.kv, prefill_batch(case, built.tables), case.dim**-0.5, out)
     return out
+
+
+def work(case: Case, built: Built, book: TileBook | None = None) -> Callable[[], None]:
+    """One launch on fixed tensors, to be timed; the table's tiles unless `book` says otherwise."""
+    kernel, batch, out = TritonPrefill(book), prefill_batch(case, built.tables), torch.empty_like(built.q)
+    return lambda: kernel(built.q, built.kv, batch, case.dim**-0.5, out)

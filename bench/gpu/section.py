@@ -53,8 +53,11 @@ class Sink:
         """A check that is a plain statement."""
         self.check(Check(name=name, value=None, bound="holds", is_ok=is_ok, reason="" if is_ok else reason))
 
-    def attempt(self, name: str, setting: Setting, work: Callable[[], None]) -> None:
-        """What `work` raises, or has no time left for, is a check that is not ok; whatever comes after still runs."""
+    def attempt(self, name: str, setting: Setting, work: Callable[[], None], *, is_needed: bool = True) -> None:
+        """What `work` raises, or has no time left for, is a check that is not ok; whatever comes after still runs.
+
+        Where it is not needed (a rival's kernel) the reason is a row instead.
+        """
         if setting.left_s <= 0:
             self.check(Check(name=name, value=None, bound="runs", is_ok=None, reason="no time was left"))
             return
@@ -64,7 +67,10 @@ class Sink:
             traceback.print_exc()
             first = (str(error).strip().splitlines() or [""])[0]
             reason = f"{type(error).__name__}: {first}"[:300]
-            self.check(Check(name=name, value=None, bound="runs", is_ok=False, reason=reason))
+            if is_needed:
+                self.check(Check(name=name, value=None, bound="runs", is_ok=False, reason=reason))
+            else:
+                self.row(name, 0.0, "x", why=reason)
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
