@@ -25,7 +25,7 @@ PATHS = [str(ROOT), str(ROOT / "kernels")]
 sys.path[:] = PATHS + [path for path in sys.path if path not in (*PATHS, str(ROOT / "bench"))]
 
 from bench.gpu.section import Setting, Sink, found  # noqa: E402
-from bench.report import BenchOptions, Check, Report, Row  # noqa: E402
+from bench.report import BenchOptions, Check, Report  # noqa: E402
 from pdserve.terminal import write_json  # noqa: E402
 
 BUDGET_S = 465.0  # of all sections together

@@ -50,7 +50,7 @@ def _device(setting: Setting, sink: Sink) -> None:
     sink.holds("gpu_is_hopper", capability == HOPPER, f"compute capability {about['capability']}, not 9.0")
 
 
-def _driver() -> dict[str, str]:
+def _driver() -> dict[str, Any]:
     fields = ("driver_version", "clocks.sm", "clocks.max.sm", "power.limit")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
     try:

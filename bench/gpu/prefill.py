@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -36,7 +37,7 @@ def cases(seed: int) -> list[Case]:
         Case(name="512 at 131072", **end, queries=(512,)),  # type: ignore[arg-type]
         Case(name="7 at 131072, split", **end, queries=(7,)),  # type: ignore[arg-type]
         Case(name="512 requests", contexts=long, queries=short, most_rows=2048),
-        Case(name="large pool", contexts=(4096, 700), queries=(512, 700), num_blocks=20_000, most_rows=512),
+        Case(name="large pool", contexts=(4096, 700), queries=(512, 700), num_blocks=10_000, most_rows=512),
         Case(name="dim 64 group 8", **ragged, dim=64, group=8, kv_heads=4, block_size=16),  # type: ignore[arg-type]
         Case(name="dim 256 group 7", **ragged, dim=256, group=7, kv_heads=2, dtype=_FP16),  # type: ignore[arg-type]
         Case(name="dim 80 group 1", **ragged, dim=80, group=1, kv_heads=4, block_size=16),  # type: ignore[arg-type]
@@ -58,7 +59,7 @@ DRY = [
 def run(setting: Setting, sink: Sink) -> None:
     for index, case in enumerate(DRY if setting.is_dry else cases(setting.seed)):
         name = f"prefill {case.name}"
-        sink.attempt(name, setting, lambda c=case, n=name, i=index: _check(setting, sink, c, n, i))  # type: ignore[misc]
+        sink.attempt(name, setting, partial(_check, setting, sink, case, name, index))
 
 
 def _check(setting: Setting, sink: Sink, case: Case, name: str, index: int) -> None:

@@ -102,5 +102,9 @@ def _pair(setting: Setting, sink: Sink, rival: str, phase: str, case: Case, thei
     is_recorded = phase == "decode" and rival == "sdpa"
     ours_s = device_s(work, setting.device, recorded=is_recorded)
     theirs_s = device_s(theirs, setting.device, recorded=is_recorded)
-    about = {"case": case.name, "ours_us": round(ours_s * 1e6, 1), "theirs_us": round(theirs_s * 1e6, 1)}
+    about: dict[str, Any] = {
+        "case": case.name,
+        "ours_us": round(ours_s * 1e6, 1),
+        "theirs_us": round(theirs_s * 1e6, 1),
+    }
     sink.row(f"vs_{rival}_{phase}", theirs_s / ours_s, "x", **about)

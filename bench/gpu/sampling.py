@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from bench.report import Check
 from pd_kernels import noise
 from pd_kernels.reference import ReferenceSampling
 from pd_kernels.triton import sampling as kernels
-from pdserve.model.sampling import SampleRow, Sampled, is_greedy, sample
+from pdserve.model.sampling import Sampled, SampleRow, is_greedy, sample
 from pdserve.model.truncation import threshold
 from pdserve.request import Sampling
 
@@ -45,14 +46,14 @@ _COLUMNS = (("top_k", 0, torch.int64), ("top_p", 1.0, torch.float64), ("min_p", 
 def run(setting: Setting, sink: Sink) -> None:
     vocab = 1000 if setting.is_dry else 128_256
     for seed, position in WORDS:
-        sink.attempt("gumbel", setting, lambda s=seed, p=position: _gumbel(setting, sink, s, p, vocab))  # type: ignore[misc]
+        sink.attempt("gumbel", setting, partial(_gumbel, setting, sink, seed, position, vocab))
     for size in (1000,) if setting.is_dry else (50, 32_000, vocab, 262_144):
         for steps in (0, 4):
             about = (size, steps)
-            sink.attempt(f"searches {about}", setting, lambda a=about: _searches(setting, sink, *a))  # type: ignore[misc]
-            sink.attempt(f"thresholds {about}", setting, lambda a=about: _thresholds(setting, sink, *a))  # type: ignore[misc]
-        sink.attempt(f"penalties {size}", setting, lambda v=size: _penalties(setting, sink, v))  # type: ignore[misc]
-        sink.attempt(f"draws {size}", setting, lambda v=size: _draws(setting, sink, v))  # type: ignore[misc]
+            sink.attempt(f"searches {about}", setting, partial(_searches, setting, sink, size, steps))
+            sink.attempt(f"thresholds {about}", setting, partial(_thresholds, setting, sink, size, steps))
+        sink.attempt(f"penalties {size}", setting, partial(_penalties, setting, sink, size))
+        sink.attempt(f"draws {size}", setting, partial(_draws, setting, sink, size))
 
 
 def _gumbel(setting: Setting, sink: Sink, seed: int, position: int, vocab: int) -> None:

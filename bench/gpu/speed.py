@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,18 +49,18 @@ def run(setting: Setting, sink: Sink) -> None:
     best = ceilings(setting)
     chunks, steps = (DRY_PREFILL, DRY_DECODE) if setting.is_dry else (PREFILL, DECODE)
     for case in chunks:
-        sink.attempt(f"prefill {case.name}", setting, lambda c=case: _prefill(setting, sink, c, best["gemm"]))  # type: ignore[misc]
+        sink.attempt(f"prefill {case.name}", setting, partial(_prefill, setting, sink, case, best["gemm"]))
     for case in steps:
-        sink.attempt(f"decode {case.name}", setting, lambda c=case: _decode(setting, sink, c, best["read"]))  # type: ignore[misc]
+        sink.attempt(f"decode {case.name}", setting, partial(_decode, setting, sink, case, best["read"]))
     copy = best.get("copy", 2 * best["read"])
-    sink.attempt("blocks speed", setting, lambda: blocks.speed(setting, sink, copy))
-    sink.attempt("vs_sdpa", setting, lambda: rivals.sdpa(setting, sink, chunks[0], steps[0]), is_needed=False)
-    theirs = lambda: rivals.flashinfer(setting, sink, chunks[0], steps[0])  # noqa: E731
-    sink.attempt("vs_flashinfer", setting, theirs, is_needed=False)
+    sink.attempt("blocks speed", setting, partial(blocks.speed, setting, sink, copy))
+    for rival in (rivals.sdpa, rivals.flashinfer):
+        work = partial(rival, setting, sink, chunks[0], steps[0])
+        sink.attempt(f"vs_{rival.__name__}", setting, work, is_needed=False)
     if setting.left_s > 70 or setting.is_dry:
-        sink.attempt("tuning", setting, lambda: _tuning(setting, sink, chunks[0], steps[0]))
+        sink.attempt("tuning", setting, partial(_tuning, setting, sink, chunks[0], steps[0]))
     if setting.left_s > 35 and not setting.is_dry:  # last: compiling it may take long, and cannot be stopped
-        sink.attempt("vs_flex", setting, lambda: rivals.flex(setting, sink, chunks[0]), is_needed=False)
+        sink.attempt("vs_flex", setting, partial(rivals.flex, setting, sink, chunks[0]), is_needed=False)
 
 
 def prefill_flops(case: Case) -> int:
