@@ -26,6 +26,7 @@ sys.path[:] = PATHS + [path for path in sys.path if path not in (*PATHS, str(ROO
 
 from bench.gpu.section import Setting, Sink, found  # noqa: E402
 from bench.report import BenchOptions, Check, Report  # noqa: E402
+from pdserve.config import child_environment  # noqa: E402
 from pdserve.terminal import write_json  # noqa: E402
 
 BUDGET_S = 465.0  # of all sections together
@@ -134,9 +135,9 @@ class Collector:
 
 def environment(is_dry: bool) -> dict[str, str]:
     """Of a section: this checkout is found first, and in a dry run Triton interprets."""
-    search = os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
-    dry = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} if is_dry else {}
-    return {**os.environ, "PYTHONPATH": search, "TOKENIZERS_PARALLELISM": "false", **dry}
+    ours = child_environment(1 if is_dry else 4)
+    search = os.pathsep.join([*PATHS, *filter(None, [ours.get("PYTHONPATH")])])
+    return {**ours, "PYTHONPATH": search, "TRITON_INTERPRET": "1" if is_dry else "0"}
 
 
 def _end(child: _Child) -> None:

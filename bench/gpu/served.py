@@ -24,6 +24,7 @@ from typing import Any
 
 from bench.gpu.section import Setting, Sink
 from bench.report import Check
+from pdserve.config import child_environment
 
 NEEDED = (
     "transformers",
@@ -45,7 +46,8 @@ _SAMPLE = re.compile(r"^([a-z_]+)(?:\{(.*)\})? (\S+)$")
 
 
 def run(setting: Setting, sink: Sink) -> None:
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    needed = NEEDED if setting.is_dry else (*NEEDED, "pynvml")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         why = f"not installed: {', '.join(missing)}"
         sink.check(Check(name="served", value=None, bound="runs", is_ok=None, reason=why))
@@ -85,11 +87,15 @@ class Server:
 
     def __init__(self, setting: Setting, folder: Path, model: Path) -> None:
         self.log, self._ready, self._folder = folder / "log", folder / "ready", folder
-        where = ["--kernels", "reference"] if setting.is_dry else ["--devices", "cuda:0", "--kernels", "triton"]
+        where = (
+            ["--devices", "cpu:0", "--kernels", "reference"]
+            if setting.is_dry
+            else ["--devices", "cuda:0", "--kernels", "triton"]
+        )
         command = [sys.executable, "-m", "pdserve", "up", "--model", str(model), "--port", "0", "--dtype", "float32"]
         command += ["--prefill", "1", "--decode", "1", "--kv-link", "tcp", "--kv-blocks", "300", *where]
         command += ["--max-running", "16", "--ready-file", str(self._ready)]
-        environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
+        environment = {**child_environment(1), "XDG_RUNTIME_DIR": str(folder)}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
