@@ -112,7 +112,7 @@ class Collector:
         """Until all have ended or are past their limit, which they know and keep themselves if they can."""
         while running := [child for child in children if child.process.poll() is None and not child.is_late]:
             for child in running:
-                if time.monotonic() > child.began_s + child.limit_s + 10:
+                if time.monotonic() > child.began_s + child.limit_s + self._asked.grace_s:
                     child.is_late = True
                     _end(child)
             time.sleep(0.05)
@@ -174,10 +174,11 @@ def main() -> int:
         "--dry", action="store_true", help="tiny shapes on the CPU, Triton interpreted: tests this file"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S)
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="for all sections together")
     for hidden in ("--section", "--lines", "--ceilings"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--limit-s", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--grace-s", type=float, default=10.0, help="for a section past its time, before it is killed")
     asked = parser.parse_args()
     if asked.section:
         return run_section(asked)

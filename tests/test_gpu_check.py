@@ -157,6 +157,15 @@ def test_the_script_runs_from_anywhere_and_writes_a_report(tmp_path):
     assert report["checks"] == []
 
 
+def test_a_section_past_its_time_is_killed_and_the_report_says_so(tmp_path):
+    limits = ("--budget-s", "0.5", "--grace-s", "0")
+    done = script("--dry", "--only", "environment", "--json", "out.json", *limits, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    [check] = json.loads((tmp_path / "out.json").read_text())["checks"]
+    assert (check["name"], check["ok"]) == ("section_environment", False)
+    assert check["reason"].startswith("stopped after 1 s")
+
+
 def test_a_section_that_is_not_there_is_refused(tmp_path):
     done = script("--only", "environment,kernel", cwd=tmp_path)
     assert done.returncode == 2

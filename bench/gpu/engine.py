@@ -6,6 +6,7 @@ work to drawn tokens, waited for.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ def run(setting: Setting, sink: Sink) -> None:
     for name, shape in shapes.items():
         sink.attempt(f"engine {name}", setting, partial(_measure, setting, sink, name, shape, best))
         if not setting.is_dry:
+            gc.collect()
             torch.cuda.empty_cache()
 
 

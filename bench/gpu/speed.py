@@ -118,7 +118,7 @@ def _table(setting: Setting, phase: Phase) -> Tiles:
 
 
 def _tuning(setting: Setting, sink: Sink, chunk: Case, step: Case) -> None:
-    """`tune` over as many of the nearest tiles as there is time for; its gain is measured again on our own workloads."""
+    """`tune` over as many of the nearest tiles as there is time for; its gain is measured on our own workloads."""
     num_tries = max(int((setting.left_s - RESERVE_S) / 2 / TRY_S), 1)
     chosen: dict[Phase, list[Tiles]] = {phase: found[:num_tries] for phase, found in tries(setting).items()}
 
