@@ -61,7 +61,7 @@ class EngineOptions:
     model: str = flag("smollm2-135m", "smollm2-135m, a local Hugging Face folder, or a hub id")
     dtype: str = flag("bfloat16", "of weights and KV", choices=("bfloat16", "float16", "float32"))
     decode_weights: str = flag(
-        "full", "decode workers on CPU keep --dtype weights, or int8: less to read", choices=("full", "int8")
+        "full", "weights of decode workers on CPU: as --dtype says, or rounded", choices=("full", "int8")
     )
     max_model_len: int | None = flag(
         None, "longest prompt + output", low=2, shown="the model's, at most what a pool holds", limit="400"
