@@ -140,3 +140,14 @@ def test_every_metric_of_the_contract_is_exported(server):
     lines = server.client.get("/metrics").text.splitlines()
     families = {line.split()[2] for line in lines if line.startswith("# TYPE ")}
     assert [name for name in METRICS if name not in families] == []
+
+
+def test_a_decode_pool_with_rounded_weights_reads_full_kv_and_says_what_it_is(start, server):
+    rounded = start("--decode-weights", "int8", "--kernels", "cpu")
+    answer = rounded.complete(prompt=PROMPT, max_tokens=8, include_phases=True)
+    assert answer["pdserve"]["mode"] == "disaggregated" and len(answer["choices"][0]["token_ids"]) == 8
+    first = server.complete(prompt=PROMPT, max_tokens=1)["choices"][0]["token_ids"]
+    assert answer["choices"][0]["token_ids"][:1] == first  # full weights draw it, whatever decodes
+    (model,) = rounded.client.get("/v1/models").json()["data"]
+    assert model["weights"] == {"prefill": "float32", "decode": "int8"}
+    rounded.expect_clean()
