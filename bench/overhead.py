@@ -10,6 +10,7 @@ import ctypes
 from typing import Any
 
 from pd_kernels.cpu.attention import CpuDecode, CpuPrefill
+from pd_kernels.cpu.fused import fuse
 from pd_kernels.cpu.layer import CpuLayer, CpuSampling
 from pd_kernels.cpu.library import Library
 from pd_kernels.protocols import KernelSet
@@ -41,4 +42,5 @@ def null_set(library: Library, like: KernelSet, dtype: Any) -> KernelSet:
         decode=CpuDecode(null),
         layer=CpuLayer(null, dtype),
         sampling=CpuSampling(null),
+        fuse=lambda layers, shape: fuse(null, layers, shape, dtype),
     )

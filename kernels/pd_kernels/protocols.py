@@ -7,7 +7,7 @@ Invariant: every kernel ignores cache rows past a sequence's length, whatever th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,7 +80,7 @@ class LayerKernels(Protocol):
     ) -> PackedLinear:
         """Take `weight` [out_features, in_features] into whatever layout is fastest; the caller then drops its own.
 
-        With `float32_out` (lm_head) sums leave in float32, not rounded to x's dtype. With `int8` the weight is kept as
+        With `float32_out` (lm_head) sums leave in float32, not rounded to x's dtype, valid until the next call. With `int8` the weight is kept as
         integers and one scale per output channel (`pd_kernels.int8`): half the bytes of bfloat16; x stays in its dtype.
         """
 
@@ -94,6 +94,68 @@ class SamplingKernels(Protocol):
         """
 
 
+class LayerParts(Protocol):
+    """One decoder layer's weights, packed by the same set that fuses them."""
+
+    @property
+    def input_norm(self) -> Tensor: ...
+    @property
+    def qkv(self) -> PackedLinear: ...
+    @property
+    def qk_norms(self) -> tuple[Tensor, Tensor, float] | None: ...
+    @property
+    def output(self) -> PackedLinear: ...
+    @property
+    def post_norm(self) -> Tensor: ...
+    @property
+    def gate_up(self) -> PackedLinear: ...
+    @property
+    def down(self) -> PackedLinear: ...
+
+
+class StepRows(Protocol):
+    """What a step says of its rows: decode rows first, then the prefill chunks."""
+
+    @property
+    def slots(self) -> Tensor: ...
+    @property
+    def num_decode(self) -> int: ...
+    @property
+    def decode(self) -> DecodeBatch | None: ...
+    @property
+    def prefill(self) -> PrefillBatch | None: ...
+    @property
+    def sampled(self) -> Tensor | None:
+        """int64, ascending; None: every row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """What all layers share."""
+
+    hidden: int
+    inner: int
+    q_heads: int
+    head_dim: int
+    scale: float  # of attention
+    eps: float  # of the norms
+    final_norm: Tensor
+
+
+class FusedLayers(Protocol):
+    """All layers of a decoder at once."""
+
+    def __call__(self, residual: Tensor, rope: Tensor, step: StepRows, kv: Tensor) -> Tensor | None:
+        """Embeddings [rows, hidden] (overwritten) -> the final norm of the sampled rows, valid until the next call.
+
+        `rope` as in `rope_write`; `kv` [num_blocks, layers, 2, kv_heads, block_size, head_dim]. With no row sampled
+        only the cache is written. None: this step cannot run so, and nothing was done.
+        """
+
+
+Fuse = Callable[[Sequence[LayerParts], DecoderShape], FusedLayers | None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSet:
     name: str  # reference, cpu, triton
@@ -102,3 +164,4 @@ class KernelSet:
     decode: DecodeAttention
     layer: LayerKernels
     sampling: SamplingKernels
+    fuse: Fuse | None = None  # None: layers run kernel by kernel

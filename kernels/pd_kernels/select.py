@@ -13,6 +13,7 @@ import torch
 
 from pd_kernels.cpu import build
 from pd_kernels.cpu.attention import CpuDecode, CpuPrefill
+from pd_kernels.cpu.fused import fuse
 from pd_kernels.cpu.layer import CpuLayer, CpuSampling
 from pd_kernels.cpu.library import Library, load
 from pd_kernels.protocols import KernelSet
@@ -114,6 +115,7 @@ def _cpu_set(library: Library, dtype: str) -> KernelSet:
         decode=CpuDecode(library),
         layer=CpuLayer(library, DTYPES[dtype]),
         sampling=CpuSampling(library),
+        fuse=lambda layers, shape: fuse(library, layers, shape, DTYPES[dtype]),
     )
 
 

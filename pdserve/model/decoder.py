@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pd_kernels.protocols import DecodeBatch, KernelSet, PrefillBatch
+from pd_kernels.protocols import DecodeBatch, DecoderShape, KernelSet, PrefillBatch
 from pdserve.model.rope import rope_table
 from pdserve.model.spec import ModelSpec
 from pdserve.model.weights import LayerWeights, Weights
@@ -37,6 +37,16 @@ class Decoder:
         self.kernels = kernels
         self._scale = spec.head_dim**-0.5
         self._rope = rope_table(spec.rope, spec.head_dim, 0)
+        shape = DecoderShape(
+            hidden=spec.hidden_size,
+            inner=spec.intermediate_size,
+            q_heads=spec.num_heads,
+            head_dim=spec.head_dim,
+            scale=self._scale,
+            eps=spec.rms_eps,
+            final_norm=weights.norm,
+        )
+        self._fused = kernels.fuse(weights.layers, shape) if kernels.fuse is not None else None
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
         """Write the rows' keys and values into `kv`; float32 logits [sampled rows, vocab].
@@ -47,6 +57,10 @@ class Decoder:
         eps = self.spec.rms_eps
         rope = self._rope_rows(batch)
         residual = weights.embedding.index_select(0, batch.tokens)
+        if self._fused is not None:
+            rows = self._fused(residual, rope, batch, kv)
+            if rows is not None:
+                return weights.lm_head(rows)
         normed = layer_kernels.rms_norm(residual, weights.layers[0].input_norm, eps)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 _HUGE = 2 << 20
 _LINE = 64
+MOST_REUSED_ROWS = 128
 _SLACK = 1 << 20  # kernels prefetch a little past the end
 
 
@@ -45,3 +46,20 @@ def _map(size: int) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE
     return whole[start : start + size]
+
+
+class Reused:
+    """Results of a few rows in one place: large fresh ones cost more to fault in than to compute."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self._width, self._dtype = width, dtype
+        self._rows = torch.empty((0, width), dtype=dtype)
+
+    def empty(self, count: int) -> Tensor:
+        """[count, width] of unset contents, valid until the next call."""
+        if count > MOST_REUSED_ROWS:
+            return torch.empty((count, self._width), dtype=self._dtype)
+        if count > len(self._rows):
+            capacity = 1 << (count - 1).bit_length()
+            self._rows = Arena(chunk_bytes=_HUGE).empty((capacity, self._width), self._dtype)
+        return self._rows[:count]

@@ -14,7 +14,8 @@ from pd_kernels.cpu.library import AttentionShape, Library
 from pd_kernels.protocols import DecodeBatch, PrefillBatch
 
 
-def _shape(q: Tensor, kv: Tensor, tables: Tensor, scale: float) -> AttentionShape:
+def shape_of(q: Tensor, kv: Tensor, tables: Tensor, scale: float) -> AttentionShape:
+    """Of queries [rows, q_heads, head_dim] over one layer's cache. Raises ValueError naming shapes that do not fit."""
     q_heads, dim = q.shape[1], q.shape[2]
     kv_heads, block_size = kv.shape[2], kv.shape[3]
     block_stride, kv_stride, head_stride, token_stride, element_stride = kv.stride()
@@ -40,6 +41,11 @@ def _shape(q: Tensor, kv: Tensor, tables: Tensor, scale: float) -> AttentionShap
 def _check(q: Tensor, out: Tensor, tables: Tensor, *lengths: Tensor) -> None:
     if not out.is_contiguous() or out.shape != q.shape or out.dtype != q.dtype:
         raise ValueError(f"out must be contiguous {tuple(q.shape)} {q.dtype}, not {tuple(out.shape)} {out.dtype}")
+    check_lengths(tables, *lengths)
+
+
+def check_lengths(tables: Tensor, *lengths: Tensor) -> None:
+    """Raises ValueError for what C++ would misread."""
     if tables.dtype != torch.int32 or (tables.shape[1] > 1 and tables.stride(1) != 1):
         raise ValueError("block_tables must be int32 with contiguous rows")
     if any(x.dtype != torch.int32 or not x.is_contiguous() for x in lengths):
@@ -54,7 +60,7 @@ class CpuPrefill:
     def __call__(self, q: Tensor, kv: Tensor, batch: PrefillBatch, scale: float, out: Tensor) -> None:
         q, tables = q.contiguous(), batch.block_tables
         _check(q, out, tables, batch.context_lens, batch.query_start)
-        shape = _shape(q, kv, tables, scale)
+        shape = shape_of(q, kv, tables, scale)
         self._call(
             q.dtype is torch.bfloat16,
             self._has_amx,
@@ -77,7 +83,7 @@ class CpuDecode:
     def __call__(self, q: Tensor, kv: Tensor, batch: DecodeBatch, scale: float, out: Tensor) -> None:
         q, tables = q.contiguous(), batch.block_tables
         _check(q, out, tables, batch.context_lens)
-        shape = _shape(q, kv, tables, scale)
+        shape = shape_of(q, kv, tables, scale)
         self._call(
             q.dtype is torch.bfloat16,
             self._has_amx,

@@ -33,7 +33,7 @@ class AttentionShape(ctypes.Structure):
 
 
 class RopeShape(ctypes.Structure):
-    """Mirror of pd::RopeShape in layer.cpp."""
+    """Mirror of pd::RopeShape in rope.h."""
 
     _fields_ = (
         ("tokens", c_int64),
@@ -61,6 +61,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "pd_gumbel": (c_uint64, c_uint64, c_void_p, c_int64, c_void_p),
     "pd_decode_attention": (c_int, c_int, *(c_void_p,) * 6, c_int),
     "pd_prefill_attention": (c_int, c_int, *(c_void_p,) * 7, c_int),
+    "pd_decoder": (c_void_p,),
 }
 
 
@@ -85,6 +86,7 @@ class Library:
         self.gumbel = handle.pd_gumbel
         self.decode_attention = handle.pd_decode_attention
         self.prefill_attention = handle.pd_prefill_attention
+        self.decoder = handle.pd_decoder
         handle.pd_isa.restype = c_char_p
         self.isa: str = handle.pd_isa().decode()
         self.has_amx = bool(handle.pd_enable_amx())

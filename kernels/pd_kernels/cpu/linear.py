@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pd_kernels.cpu.arena import Arena
+from pd_kernels.cpu.arena import Arena, Reused
 from pd_kernels.cpu.library import Library
 from pd_kernels.int8 import Int8Linear, quantize
 from pd_kernels.protocols import PackedLinear
 
+TILES, INT8_TILES, ROWS, INT8_ROWS = range(4)  # pd::LinearPart::Kind
+ANY_ROWS = 1 << 30
 DEPTH = 32  # in_features must be a multiple of it; others go through torch
 FEW_ROWS = {torch.bfloat16: 32, torch.float32: 8}  # up to here the row-major kernel beats torch's linear
 
@@ -48,7 +50,18 @@ def pack_int8(library: Library, arena: Arena, weight: Tensor, bias: Tensor | Non
     return NativeInt8Linear(library, packed, (n, k), (scale, bias), (weight.dtype, float32_out))
 
 
-class TileLinear:
+class NativeLinear:
+    """What a native walk through a decoder needs of a linear layer whose outputs have the dtype of its inputs."""
+
+    native: tuple[int, int, int | None, int | None, int, int]  # kind (decoder.h), weight, scale, bias, n, k
+    most_rows: int  # up to here the native kernel is the one to use
+    _reused: Reused | None = None  # of results in float32
+
+    def _out(self, rows: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((rows, self.native[4]), dtype=dtype) if self._reused is None else self._reused.empty(rows)
+
+
+class TileLinear(NativeLinear):
     """AMX over packed tiles."""
 
     def __init__(
@@ -60,20 +73,22 @@ class TileLinear:
         self._pointers = (packed.data_ptr(), None if self._bias is None else self._bias.data_ptr())
         self._dtype = torch.float32 if float32_out else torch.bfloat16
         self._wide = int(float32_out)
+        self.native, self.most_rows = (TILES, self._pointers[0], None, self._pointers[1], *shape), ANY_ROWS
+        self._reused = Reused(shape[0], torch.float32) if float32_out else None
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, k = x.shape
         if k != self._k or x.dtype is not torch.bfloat16:
             raise ValueError(f"linear takes bfloat16 [rows, {self._k}], not {x.dtype} {tuple(x.shape)}")
         x = x.contiguous()
-        out = torch.empty((rows, self._n), dtype=self._dtype)
+        out = self._out(rows, self._dtype)
         packed, bias = self._pointers
         threads = torch.get_num_threads()
         self._call(x.data_ptr(), packed, bias, out.data_ptr(), rows, self._n, k, self._wide, threads)
         return out
 
 
-class RowLinear:
+class RowLinear(NativeLinear):
     """Row-major weights: the native kernel for few rows, torch for many."""
 
     def __init__(self, library: Library, weight: Tensor, bias: Tensor | None, float32_out: bool) -> None:
@@ -84,6 +99,9 @@ class RowLinear:
         self._float32_out = float32_out
         self._is_bf16 = int(weight.dtype is torch.bfloat16)
         self._few = FEW_ROWS.get(weight.dtype, 0) if weight.shape[1] % DEPTH == 0 else 0
+        n, k = weight.shape
+        self.native, self.most_rows = (ROWS, weight.data_ptr(), None, self._bias_pointer, n, k), self._few
+        self._reused = Reused(n, torch.float32) if float32_out else None
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -94,7 +112,7 @@ class RowLinear:
         if x.shape[1] != k or x.dtype is not self._weight.dtype:
             raise ValueError(f"linear takes {self._weight.dtype} [rows, {k}], not {x.dtype} {tuple(x.shape)}")
         x = x.contiguous()
-        out = torch.empty((rows, n), dtype=torch.float32 if self._float32_out else x.dtype)
+        out = self._out(rows, torch.float32 if self._float32_out else x.dtype)
         weight, bias = self._weight.data_ptr(), self._bias_pointer
         wide = int(self._float32_out)
         threads = torch.get_num_threads()
@@ -102,7 +120,7 @@ class RowLinear:
         return out
 
 
-class NativeInt8Linear:
+class NativeInt8Linear(NativeLinear):
     """Int8 weights, as tiles (one dimension) or row-major (two)."""
 
     def __init__(
@@ -125,13 +143,17 @@ class NativeInt8Linear:
         self._dtype, float32_out = dtypes
         self._wide = int(float32_out)
         self._out_dtype = torch.float32 if float32_out else self._dtype
+        kind = INT8_TILES if packed.dim() == 1 else INT8_ROWS
+        weight, scale_pointer, bias_pointer = self._pointers
+        self.native, self.most_rows = (kind, weight, scale_pointer, bias_pointer, *shape), ANY_ROWS
+        self._reused = Reused(shape[0], torch.float32) if float32_out else None
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, k = x.shape
         if k != self._k or x.dtype is not self._dtype:
             raise ValueError(f"linear takes {self._dtype} [rows, {self._k}], not {x.dtype} {tuple(x.shape)}")
         x = x.contiguous()
-        out = torch.empty((rows, self._n), dtype=self._out_dtype)
+        out = self._out(rows, self._out_dtype)
         sizes = (rows, self._n, k, self._wide, torch.get_num_threads())
         if self._packed.dim() == 1:
             self._tiles(x.data_ptr(), *self._pointers, out.data_ptr(), *sizes)

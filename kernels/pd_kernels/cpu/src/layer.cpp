@@ -1,4 +1,5 @@
 // What surrounds attention in a decoder layer: norms, rotation with the cache write, SiLU gate. Statistics in float32.
+#include "rope.h"
 #include "simd.h"
 
 #include <cmath>
@@ -80,11 +81,6 @@ void rotate(const T* head, const T* norm, float eps, const float* rope, int64_t 
         store_one(out + half + i, work[half + i] * cosine[i] + work[i] * sine[i]);
     }
 }
-
-struct RopeShape {
-    int64_t tokens, q_heads, kv_heads, dim, block_size;
-    int64_t block_stride, kv_stride, head_stride, token_stride;
-};
 
 template <class T>
 void rope_write(const T* qkv, const float* rope, const int64_t* slots, T* kv, const T* q_norm, const T* k_norm, float eps, T* q,
