@@ -80,8 +80,9 @@ class LayerKernels(Protocol):
     ) -> PackedLinear:
         """Take `weight` [out_features, in_features] into whatever layout is fastest; the caller then drops its own.
 
-        With `float32_out` (lm_head) sums leave in float32, not rounded to x's dtype, valid until the next call. With `int8` the weight is kept as
-        integers and one scale per output channel (`pd_kernels.int8`): half the bytes of bfloat16; x stays in its dtype.
+        With `float32_out` (lm_head) sums leave in float32, not rounded to the dtype of x, and are valid until the next
+        call. With `int8` the weight is kept as integers and one scale per output channel (`pd_kernels.int8`): half the
+        bytes of bfloat16; x stays in its dtype.
         """
 
 

@@ -54,15 +54,18 @@ void linear_rows(const T* x, const T* weight, const float* bias, Out* out, int64
 namespace amx {
 
 // One pair against all rows. What follows it in memory is fetched meanwhile, evenly over the passes: NEAR, into the first cache
-// level, is faster for a few rows; far ahead, into the second, for more.
+// level behind a fetch into the second, is faster for a few rows; far ahead, into the second alone, for more.
 template <bool NEAR, class Out>
 void linear_pair(const bf16* x, const bf16* tiles, const float* bias, Out* out, const Shape& s, int64_t columns, Drain<Out>& drain,
                  float* buffers) {
     int64_t depth_tiles = s.k / 32, passes = (s.rows + 31) / 32;
     int64_t lines = (32 + passes - 1) / passes, drained = (32 + depth_tiles - 1) / depth_tiles;
-    const char* ahead = reinterpret_cast<const char*>(tiles) + (NEAR ? 2048 : 65536);
+    const char* ahead = reinterpret_cast<const char*>(tiles) + (NEAR ? 1024 : 65536);
     auto meanwhile = [&](int64_t) {
-        for (int64_t i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, NEAR ? 3 : 2);
+        for (int64_t i = 0; i < lines; ++i, ahead += 64) {
+            __builtin_prefetch(ahead, 0, NEAR ? 3 : 2);
+            if (NEAR) __builtin_prefetch(ahead + 8192, 0, 2);
+        }
         drain.write(drained);
     };
     for (int64_t done = 0; done < s.rows; done += 32) {
