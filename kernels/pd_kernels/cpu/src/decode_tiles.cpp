@@ -48,11 +48,38 @@ struct Order {
     }
 };
 
-// Reads at most AHEAD bytes ahead of what is used, four lines at a time.
-struct Fetch {
+// Keys and values of a whole chunk on their way into the second cache level while the chunk before is computed: block after block in
+// the order of memory, one line in four: the machine's own prefetching brings the others.
+struct Far {
+    const Order& order;
+    const Chunk* chunk = nullptr;
+    int64_t limit = 0, unit = 0, element = 0;
+    const bf16* from = nullptr;
+
+    void enter(const Chunk& following) {
+        chunk = &following, unit = 0, limit = 0;
+        find();
+    }
+    void find() {
+        element = 0;
+        int64_t of_tile = 2 * order.num_heads, rest = unit % of_tile;
+        from = unit < order.units(*chunk) ? chunk->tiles[unit / of_tile] + (rest < order.num_heads ? 0 : order.s.kv_stride) +
+                                                (order.heads.first + rest % order.num_heads) * order.s.head_stride
+                                          : nullptr;
+    }
+    void four() {
+        if (unit >= limit || !from) return;
+        __builtin_prefetch(from + element, 0, 2);
+        element += 128;
+        if (element >= 16 * order.s.dim) ++unit, find();
+    }
+};
+
+// The near end: into the first cache level, in the order of use, at most AHEAD bytes before it.
+struct Near {
     static constexpr int64_t AHEAD = 8192;
     const Order& order;
-    const Chunk *chunk, *after;
+    const Chunk *chunk = nullptr, *after = nullptr;
     int64_t lead = AHEAD / (32 * order.s.dim) > 2 ? AHEAD / (32 * order.s.dim) : 2, limit = 0;  // units
     int64_t unit = 0, element = 0;                                                                // the next line
     const bf16* from = nullptr;
@@ -67,13 +94,20 @@ struct Fetch {
         int64_t here = order.units(*chunk);
         from = unit < here ? order.at(*chunk, unit) : unit < here + order.units(*after) ? order.at(*after, unit - here) : nullptr;
     }
-    void used(int64_t units) { limit = units + lead; }
     void four() {
         if (unit >= limit || !from) return;
         for (int64_t i = 0; i < 128; i += 32) prefetch(from + element + i);
         element += 128;
         if (element >= 16 * order.s.dim) ++unit, find();
     }
+};
+
+struct Fetch {
+    Far far;
+    Near near;
+    void enter(const Chunk& current, const Chunk& following) { far.enter(following), near.enter(current, following); }
+    void used(int64_t units) { far.limit = units + 2, near.limit = units + near.lead; }
+    void four() { far.four(), near.four(); }
 };
 
 // 32 rows of values -> tiles of 16 columns. Pairs of rows are interleaved within 128 bits, so columns stand in the order of `straighten`.
@@ -197,7 +231,7 @@ void attend(const bf16* q, const Sequence<bf16>& sequence, const Heads& heads, c
             }
         }
         Order order{those, s};
-        Fetch fetch{order, nullptr, nullptr};
+        Fetch fetch{{order}, {order}};
         Chunk chunks[2];
         chunks[0].read(sequence, 0);
         for (int64_t first = 0, turn = 0; first < sequence.context; first += CHUNK, turn ^= 1) {
