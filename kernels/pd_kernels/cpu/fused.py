@@ -82,7 +82,7 @@ class CpuFused:
         self._most_rows = min(most_rows, MOST_SCRATCH_ROWS)
         self._keep = layers  # their tensors own the memory that the description points to
         self._layers = (_Layer * len(layers))(*map(_layer, layers))
-        self._arena_rows = 0
+        self._arena_rows = self._most_threads = 0
         self._scratch: dict[str, Tensor] = {}
         self._fixed = {
             "is_bf16": int(dtype is torch.bfloat16),
@@ -139,10 +139,12 @@ class CpuFused:
 
     def _room(self, rows: int) -> dict[str, Tensor]:
         """Scratch for so many rows, in huge pages, kept until a larger step comes."""
-        if rows > self._arena_rows:
+        threads = torch.get_num_threads()
+        if rows > self._arena_rows or threads > self._most_threads:
+            self._most_threads = threads
             self._arena_rows = min(self._most_rows, max(64, 1 << (rows - 1).bit_length()))
             shape, arena = self._shape, Arena()
-            block = min(self._arena_rows, BLOCK_ROWS)
+            block = BLOCK_ROWS * self._most_threads
             q_size = shape.q_heads * shape.head_dim
             sizes = {
                 "normed": (self._arena_rows, shape.hidden),

@@ -2,6 +2,8 @@
 // Rows pass from attention to the next norm in blocks, so that the wide activations of a block stay in the second cache level.
 #include "decoder.h"
 
+#include <omp.h>
+
 #include <algorithm>
 
 extern "C" {
@@ -31,21 +33,33 @@ struct Walk {
 
     char* at(void* base, int64_t elements) const { return static_cast<char*>(base) + elements * size; }
 
-    void linear(const LinearPart& part, const void* x, void* out, int64_t rows) const {
+    void linear(const LinearPart& part, const void* x, void* out, int64_t rows, int64_t threads) const {
         switch (part.kind) {
             case LinearPart::TILES:
-                pd_linear_tiles(static_cast<const bf16*>(x), static_cast<const bf16*>(part.weight), part.bias, out, rows, part.n, part.k, 0, s.threads);
+                pd_linear_tiles(static_cast<const bf16*>(x), static_cast<const bf16*>(part.weight), part.bias, out, rows, part.n, part.k, 0, threads);
                 break;
             case LinearPart::INT8_TILES:
                 pd_int8_tiles(static_cast<const bf16*>(x), static_cast<const int8_t*>(part.weight), part.scale, part.bias, out, rows, part.n,
-                              part.k, 0, s.threads);
+                              part.k, 0, threads);
                 break;
             case LinearPart::ROWS:
-                pd_linear_rows(s.is_bf16, x, part.weight, part.bias, out, rows, part.n, part.k, 0, s.threads);
+                pd_linear_rows(s.is_bf16, x, part.weight, part.bias, out, rows, part.n, part.k, 0, threads);
                 break;
             default:
                 pd_int8_rows(s.is_bf16, x, static_cast<const int8_t*>(part.weight), part.scale, part.bias, out, rows, part.n, part.k, 0,
-                             s.threads);
+                             threads);
+        }
+    }
+
+    void rotate(const LayerPart& layer, void* kv) const {
+        int64_t parts = s.rows < 32 * s.threads ? 1 : s.threads, width = layer.qkv.n;
+#pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
+        for (int64_t part = 0; part < parts; ++part) {
+            int64_t first = s.rows * part / parts;
+            RopeShape shape = s.rope_shape;
+            shape.tokens = s.rows * (part + 1) / parts - first;
+            pd_rope_write(s.is_bf16, at(s.qkv, first * width), s.rope + first * shape.dim, s.slots + first, kv, layer.q_norm, layer.k_norm,
+                          layer.qk_eps, at(s.q, first * s.q_size), &shape);
         }
     }
 
@@ -66,14 +80,29 @@ struct Walk {
     }
 
     // Everything after attention, `rows` rows from `first` on; leaves the norm that the next layer begins with.
-    void rest(const LayerPart& layer, const void* following, int64_t first, int64_t rows) const {
+    void rest(const LayerPart& layer, const void* following, int64_t first, int64_t rows, int64_t threads, int64_t thread) const {
         void *residual = at(s.residual, first * s.hidden), *normed = at(s.normed, first * s.hidden);
-        linear(layer.output, at(s.mixed, first * s.q_size), s.projected, rows);
-        pd_rms_norm(s.is_bf16, s.projected, residual, layer.post_norm, normed, rows, s.hidden, s.eps);
-        linear(layer.gate_up, normed, s.gate_up, rows);
-        pd_silu_mul(s.is_bf16, s.gate_up, s.inner_rows, rows, s.inner);
-        linear(layer.down, s.inner_rows, s.projected, rows);
-        pd_rms_norm(s.is_bf16, s.projected, residual, following, normed, rows, s.hidden, s.eps);
+        void *projected = at(s.projected, thread * s.block_rows * s.hidden), *inner_rows = at(s.inner_rows, thread * s.block_rows * s.inner);
+        void* gate_up = at(s.gate_up, thread * s.block_rows * 2 * s.inner);
+        linear(layer.output, at(s.mixed, first * s.q_size), projected, rows, threads);
+        pd_rms_norm(s.is_bf16, projected, residual, layer.post_norm, normed, rows, s.hidden, s.eps);
+        linear(layer.gate_up, normed, gate_up, rows, threads);
+        pd_silu_mul(s.is_bf16, gate_up, inner_rows, rows, s.inner);
+        linear(layer.down, inner_rows, projected, rows, threads);
+        pd_rms_norm(s.is_bf16, projected, residual, following, normed, rows, s.hidden, s.eps);
+    }
+
+    // Many rows: a thread takes blocks of them, all the way. Few: the threads share the columns of each product.
+    void rest_of_all(const LayerPart& layer, const void* following, int64_t rows) const {
+        if (s.threads == 1 || rows < 32 * s.threads) {
+            for (int64_t first = 0; first < rows; first += s.block_rows)
+                rest(layer, following, first, std::min(s.block_rows, rows - first), s.threads, 0);
+            return;
+        }
+        int64_t block = std::min(s.block_rows, (rows / s.threads + 31) / 32 * 32), blocks = (rows + block - 1) / block;
+#pragma omp parallel for schedule(dynamic) num_threads(s.threads)
+        for (int64_t i = 0; i < blocks; ++i)
+            rest(layer, following, i * block, std::min(block, rows - i * block), 1, omp_get_thread_num());
     }
 
     void run() const {
@@ -83,8 +112,8 @@ struct Walk {
             const LayerPart& layer = s.layers[i];
             bool is_last = i + 1 == s.num_layers;
             void* kv = at(s.kv, i * s.layer_stride);
-            linear(layer.qkv, s.normed, s.qkv, rows);
-            pd_rope_write(s.is_bf16, s.qkv, s.rope, s.slots, kv, layer.q_norm, layer.k_norm, layer.qk_eps, s.q, &s.rope_shape);
+            linear(layer.qkv, s.normed, s.qkv, rows, s.threads);
+            rotate(layer, kv);
             if (is_last && s.num_sampled == 0) return;
             attend(kv);
             if (is_last && s.num_sampled > 0) {
@@ -92,7 +121,7 @@ struct Walk {
                 rows = s.num_sampled;
             }
             const void* following = is_last ? s.final_norm : s.layers[i + 1].input_norm;
-            for (int64_t first = 0; first < rows; first += s.block_rows) rest(layer, following, first, std::min(s.block_rows, rows - first));
+            rest_of_all(layer, following, rows);
         }
     }
 };

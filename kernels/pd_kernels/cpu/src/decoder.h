@@ -34,7 +34,7 @@ struct DecoderStep {
     RopeShape rope_shape;
     AttentionShape decode, prefill;
     void *residual, *normed, *qkv, *q, *mixed;    // for all rows; the result is in normed
-    void *projected, *gate_up, *inner_rows;       // for a block of rows
+    void *projected, *gate_up, *inner_rows;       // for a block of rows, of each thread
 };
 
 }  // namespace pd
