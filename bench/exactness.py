@@ -118,6 +118,7 @@ class Bench:
         model = str(directory)
         asked = replace(self.options, model=model)
         flags = ("--queue-timeout", "500", "--dtype", dtype, "--kv-memory-gb", f"{pool_gb:g}", *road.flags)
+        flags += ("--kernels", self.options.kernels)
         with running_server(asked, flags, lambda text: self.say(f"{road.name}: {text}")) as base_url:
             yield HttpArm(base_url, served_name(model))
 

@@ -34,6 +34,7 @@ class BenchOptions:
     seed: int = 0
     base_url: str | None = None
     model: str = "smollm2-135m"
+    kernels: str = "auto"  # of the servers that it starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

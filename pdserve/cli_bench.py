@@ -59,6 +59,7 @@ def exactness(
     seed: Seed = 0,
     base_url: BaseUrl = None,
     model: Model = "smollm2-135m",
+    kernels: Annotated[str, typer.Option(help="kernel set of the servers it starts")] = "auto",
 ) -> None:
     """Compare served tokens with what transformers generates.
 
@@ -66,7 +67,8 @@ def exactness(
     """
     from bench.report import BenchOptions
 
-    _run("bench.exactness", BenchOptions(json=json, is_quick=quick, seed=seed, base_url=base_url, model=model))
+    options = BenchOptions(json=json, is_quick=quick, seed=seed, base_url=base_url, model=model, kernels=kernels)
+    _run("bench.exactness", options)
 
 
 @bench.command()

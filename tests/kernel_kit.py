@@ -1,6 +1,8 @@
 """Attention cases for every kernel set: pools poisoned with NaN, runs over them, and what they must equal."""
 
+import os
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -91,6 +93,20 @@ def with_dtype(case, dtype, **more):
 DIMS, GROUPS = (64, 80, 96, 128, 256), (1, 3, 4, 7, 8)
 
 
+def _cases(shapes, queries_of):
+    """A pairwise subset, or the full grid where PDSERVE_FULL_GRID is set (`scripts/test-kernels`)."""
+    if not os.environ.get("PDSERVE_FULL_GRID"):
+        return _pairwise(shapes, queries_of)
+    cases = []
+    grid = product(DIMS, GROUPS, range(len(shapes)), (16, 64), (torch.float32, torch.float16))
+    for dim, group, shape, block_size, dtype in grid:
+        contexts = shapes[shape](block_size)
+        queries = queries_of(shape, contexts, block_size)
+        case = Case(contexts=contexts, queries=queries, kv_heads=2, group=group, dim=dim)
+        cases.append(with_dtype(case, dtype, block_size=block_size, seed=len(cases)))
+    return cases
+
+
 def _pairwise(shapes, queries_of):
     """25 cases in which every pair of (head size, group, shape) values meets (an orthogonal array of strength 2)."""
     cases = []
@@ -130,5 +146,5 @@ def _prefill_queries(shape, contexts, block_size):
     return {2: [1, 2, block_size], 3: [20], 4: [3, 1, 17, 31, 0, 5]}.get(shape, contexts)
 
 
-PREFILL_CASES = _pairwise(PREFILL_SHAPES, _prefill_queries)
-DECODE_CASES = _pairwise(DECODE_SHAPES, lambda shape, contexts, block_size: [1] * len(contexts))
+PREFILL_CASES = _cases(PREFILL_SHAPES, _prefill_queries)
+DECODE_CASES = _cases(DECODE_SHAPES, lambda shape, contexts, block_size: [1] * len(contexts))
