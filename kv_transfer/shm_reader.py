@@ -57,6 +57,7 @@ class ShmReader:
         self.num_bytes = 0
         self._pool, self._copier, self._header = pool, copier, header
         self._epoch, self._num_source_blocks = hand_out.epoch, hand_out.total_blocks
+        self.address = hand_out.address  # of the pool in the peer's process
         self._pidfd: int | None = pidfd
         self._exit = select.poll()
         self._exit.register(pidfd, select.POLLIN)

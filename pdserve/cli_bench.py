@@ -14,7 +14,7 @@ import typer
 
 bench = typer.Typer(
     name="bench",
-    help="Measure: kernels, engine speed, exactness, or a server under load.",
+    help="Measure: kernels, links, engine speed, exactness, or a server under load.",
     epilog="Example: pdserve bench load --rate 4 --requests 100 --json out.json",
     no_args_is_help=True,
 )
@@ -50,6 +50,17 @@ def kernels(json: JsonFile = None, quick: Quick = False, seed: Seed = 0) -> None
     from bench.report import BenchOptions
 
     _run("bench.kernels", BenchOptions(json=json, is_quick=quick, seed=seed))
+
+
+@bench.command()
+def transfer(json: JsonFile = None, quick: Quick = False, seed: Seed = 0) -> None:
+    """How fast each link moves KV blocks between two processes, beside a bare copy of the same bytes.
+
+    Example: pdserve bench transfer --json transfer.json
+    """
+    from bench.report import BenchOptions
+
+    _run("bench.transfer", BenchOptions(json=json, is_quick=quick, seed=seed))
 
 
 @bench.command()

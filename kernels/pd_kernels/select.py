@@ -132,4 +132,6 @@ def describe(tools: build.Toolchain | None = None) -> list[str]:
         lines.append(f"cpu kernels: {library.isa}, AMX tiles {tiles}, {library.path.name}")
     except build.BuildError as error:
         lines.append(f"cpu kernels: none, plain torch is used: {error}")
+    obstacle = _triton_obstacle("cuda", "bfloat16", MOST_TRITON_HEAD_DIM)
+    lines.append(f"triton kernels: {f'none: {obstacle}' if obstacle else 'for every GPU here'}")
     return lines
