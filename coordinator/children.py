@@ -43,7 +43,7 @@ class Children:
             core=config.core,
             timeouts=config.timeouts,
             is_colocated=config.is_colocated,
-            max_model_len=self._prepared.max_model_len,
+            max_model_len=self._prepared.core_limit,
             landing_share=config.engine.landing_share,
             chunk_tokens=config.engine.chunk_tokens,
             max_batched_tokens=config.engine.max_batched_tokens,
@@ -77,16 +77,20 @@ class Children:
     def _start_worker(self, role: str, name: str) -> Process:
         prepared = self._prepared
         device = self._device(name)
+        is_gpu = device.name.startswith("cuda")
+        asked = prepared.config.engine.max_model_len
         worker = WorkerConfig(
             role=role,  # type: ignore[arg-type]
             name=name,
             device=device.name,
             cores=device.cores,
             coordinator=self._endpoint,
-            engine=dataclasses.replace(prepared.config.engine, max_model_len=prepared.max_model_len),
+            engine=dataclasses.replace(
+                prepared.config.engine, max_model_len=asked if is_gpu else prepared.max_model_len
+            ),
             timeouts=prepared.config.timeouts,
             model_dir=str(prepared.model_dir),
-            kv_blocks=prepared.kv_blocks,
+            kv_blocks=0 if is_gpu else prepared.kv_blocks,
             memory_share=device.memory_share.get(role, 0.9),
             run_dir=str(prepared.run_dir),
             supervisor_pid=os.getpid(),

@@ -6,6 +6,7 @@ children are told (blocks, length limit, cores) was worked out once, here.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import shutil
@@ -38,12 +39,19 @@ class Prepared:
     model_name: str  # as served
     spec: ModelSpec
     layout: KVLayout
-    kv_blocks: int  # per worker; 0: the worker decides, on a GPU
+    kv_blocks: int  # per worker on CPU cores, 0 if there is none; on a GPU the worker decides
     max_model_len: int
     devices: DevicePlan
     run_dir: Path
     http: socket.socket
     admin: socket.socket
+
+    @property
+    def core_limit(self) -> int:
+        """The context limit that the core holds requests to; 0: the least that a live worker states."""
+        if self.kv_blocks and not any(place.device.name.startswith("cuda") for place in self.devices.placements):
+            return self.max_model_len
+        return self.config.engine.max_model_len or 0
 
     @property
     def base_url(self) -> str:
@@ -70,13 +78,13 @@ def prepare(config: ServeConfig, *, has_workers: bool, say: Callable[[str], None
             check_writable(Path(config.http.ready_file), "--ready-file")
         model_dir = resolve(config.engine.model, cache_dir=cache_folder() / "models", say=say)
         spec = read_spec(model_dir)
-        num_workers = config.pools.prefill + config.pools.decode
         devices = plan_devices(config.pools, allowed_cores(), _usable_gpus(config, say))
-        first = devices.devices[0].name
-        layout = spec.kv_layout(dtype=config.engine.dtype, block_size=config.engine.block_size_on(first))
+        config = with_block_size(config, devices)
+        layout = spec.kv_layout(dtype=config.engine.dtype, block_size=config.engine.block_size_on(""))
+        num_on_cpu = sum(not place.device.name.startswith("cuda") for place in devices.placements)
         kv_blocks = 0
-        if has_workers and not first.startswith("cuda"):
-            kv_blocks = pool_blocks(config.engine, layout, available_memory_bytes(), num_workers)
+        if has_workers and num_on_cpu:
+            kv_blocks = pool_blocks(config.engine, layout, available_memory_bytes(), num_on_cpu)
         return Prepared(
             config=config,
             model_dir=model_dir,
@@ -97,12 +105,19 @@ def prepare(config: ServeConfig, *, has_workers: bool, say: Callable[[str], None
 
 
 def _usable_gpus(config: ServeConfig, say: Callable[[str], None]) -> int:
-    """GPUs are used only where --devices names them: their pools cannot be exported yet, and workers say so."""
+    """GPUs are used only where --devices names them, for as long as no GPU has run this."""
     num_gpus = count_gpus()
     if num_gpus and config.pools.devices is None:
-        say(f"{num_gpus} GPUs are here, but KV cannot move between GPU pools yet: serving on CPU cores")
+        say(f"{num_gpus} GPUs are here and not used: nothing has been tested on one yet; --devices cuda:0 tries")
         return 0
     return num_gpus
+
+
+def with_block_size(config: ServeConfig, devices: DevicePlan) -> ServeConfig:
+    """The same for all workers, since blocks move between them: that of a GPU only where every worker has one."""
+    kinds = {place.device.name.partition(":")[0] for place in devices.placements}
+    size = config.engine.block_size_on("cuda" if kinds == {"cuda"} else "cpu")
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, block_size=size))
 
 
 def longest(asked: int | None, spec: ModelSpec, layout: KVLayout, kv_blocks: int) -> int:

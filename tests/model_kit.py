@@ -106,10 +106,11 @@ class Engine:
         num_blocks: int = 512,
         block_size: int = 16,
         force: str = "auto",
+        int8: bool = False,
     ) -> None:
         self.spec = read_spec(directory)
         kernels = select("cpu", dtype, self.spec.head_dim, force)
-        weights = load(directory, self.spec, device="cpu", dtype=dtype, kernels=kernels)
+        weights = load(directory, self.spec, device="cpu", dtype=dtype, kernels=kernels, int8=int8)
         layout = self.spec.kv_layout(dtype=dtype, block_size=block_size)
         kv = torch.full(layout.shape(num_blocks), torch.nan, dtype=DTYPES[dtype])
         self.runner = Runner(Decoder(self.spec, weights, kernels), kv)

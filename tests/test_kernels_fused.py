@@ -23,9 +23,10 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-def outcome(folder, works, *, dtype, is_fused):
+def outcome(folder, works, *, weights, is_fused):
     """Logits of every row, what a step draws, and the cache afterwards."""
-    engine = Engine(folder, dtype=dtype, num_blocks=64)
+    dtype, _, int8 = weights.partition(" ")
+    engine = Engine(folder, dtype=dtype, num_blocks=64, int8=bool(int8))
     if not is_fused:
         engine.runner.decoder._fused = None
     elif engine.runner.decoder._fused is None:
@@ -51,7 +52,7 @@ def works_of(lengths, contexts, num_sampled):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("weights", ["bfloat16", "float32", "bfloat16 int8", "float32 int8"])
 @pytest.mark.parametrize(
     ("lengths", "contexts", "num_sampled"),
     [
@@ -63,9 +64,9 @@ def works_of(lengths, contexts, num_sampled):
         ([1, 300], [4, 0], 1),
     ],
 )
-def test_a_step_in_one_call_has_the_same_bits(folder, threads, dtype, lengths, contexts, num_sampled):
+def test_a_step_in_one_call_has_the_same_bits(folder, threads, weights, lengths, contexts, num_sampled):
     works = works_of(lengths, contexts, num_sampled)
-    fused, plain = (outcome(folder, works, dtype=dtype, is_fused=is_fused) for is_fused in (True, False))
+    fused, plain = (outcome(folder, works, weights=weights, is_fused=is_fused) for is_fused in (True, False))
     assert torch.equal(fused[0], plain[0])
     assert fused[1] == plain[1]
     assert torch.equal(fused[2].nan_to_num(), plain[2].nan_to_num())

@@ -217,3 +217,10 @@ def test_two_threads_give_the_same_int8_linear_as_one():
             assert torch.equal(linear(x), single)
         finally:
             torch.set_num_threads(before)
+
+
+@each("int8", [False, True])
+@on_every_target
+def test_no_rows_are_no_work(int8, dtype, arch):
+    linear = layer_for(dtype, arch).pack_linear(rand(48, 64, dtype=dtype), None, int8=int8)
+    assert linear(rand(0, 64, dtype=dtype)).shape == (0, 48)

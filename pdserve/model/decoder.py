@@ -60,13 +60,13 @@ class Decoder:
         if self._fused is not None:
             rows = self._fused(residual, rope, batch, kv)
             if rows is not None:
-                return weights.lm_head(rows)
+                return weights.lm_head(rows) if len(rows) else self._no_logits(residual)
         normed = layer_kernels.rms_norm(residual, weights.layers[0].input_norm, eps)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
             queries = layer_kernels.rope_write(layer.qkv(normed), rope, batch.slots, kv[:, index], layer.qk_norms)
             if index == last and batch.sampled is not None and batch.sampled.numel() == 0:
-                return residual.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
+                return self._no_logits(residual)
             mixed = self._attend(queries, kv[:, index], batch)
             if index == last and batch.sampled is not None:
                 mixed, residual = (rows.index_select(0, batch.sampled) for rows in (mixed, residual))
@@ -74,6 +74,9 @@ class Decoder:
             following = weights.norm if index == last else weights.layers[index + 1].input_norm
             normed = layer_kernels.add_rms_norm(normed, residual, following, eps)
         return weights.lm_head(normed)
+
+    def _no_logits(self, like: Tensor) -> Tensor:
+        return like.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
 
     def _attend(self, queries: Tensor, kv: Tensor, batch: Batch) -> Tensor:
         """[rows, heads, head_dim] -> [rows, heads * head_dim]."""

@@ -43,7 +43,7 @@ class CudaCapture:
             work()
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=side):
             out = work()
         return graph.replay, out
 

@@ -23,7 +23,7 @@ from pdserve.layout import KVLayout
 from pdserve.machine import available_memory_bytes, pool_blocks
 from pdserve.model import weights
 from pdserve.model.decoder import Decoder
-from pdserve.model.graphs import CudaCapture, DecodeGraphs
+from pdserve.model.graphs import CudaCapture, DecodeGraphs, buckets
 from pdserve.model.runner import Runner, Work
 from pdserve.model.sampling import SampleRow
 from pdserve.model.spec import ModelSpec, read_spec
@@ -33,7 +33,7 @@ from pdserve.terminal import Progress
 from pdserve.worker.device_memory import DeviceMemory
 
 WARM_UP_TOKENS = 128
-GPU_RESERVE_BYTES = 10**9  # for activations, workspaces and graphs
+GPU_RESERVE_BYTES = 10**9  # for activations and workspaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,8 @@ def build(config: WorkerConfig) -> Engine:
     options = config.engine
     is_gpu = config.device.startswith("cuda")
     device = config.device if is_gpu else "cpu"
+    if is_gpu:
+        torch.cuda.set_device(torch.device(device))  # kernels and recordings go where the current device is
     is_int8 = config.role == "decode" and options.decode_weights == "int8"
     if is_gpu and is_int8:
         raise ConfigError("--decode-weights int8 is for decode workers on CPU; drop it, or --devices cuda:N")
@@ -71,7 +73,7 @@ def build(config: WorkerConfig) -> Engine:
     except pd_kernels.KernelError as error:
         raise ConfigError(f"--kernels {options.kernels}: {error}") from None
     loaded = weights.load(directory, spec, device=device, dtype=options.dtype, kernels=kernels, int8=is_int8)
-    available = _free_gpu_bytes(config) if is_gpu else available_memory_bytes()
+    available = _free_gpu_bytes(config, spec) if is_gpu else available_memory_bytes()
     num_blocks = config.kv_blocks or pool_blocks(options, layout, available, 1, share=1.0 if is_gpu else None)
     pool, kv = _pool(device, layout, num_blocks)
     max_model_len = min(options.max_model_len or spec.max_positions, (num_blocks - 1) * layout.block_size)
@@ -108,12 +110,14 @@ def _pool(device: str, layout: KVLayout, num_blocks: int) -> tuple[Pool, torch.T
     return pool, data.view(getattr(torch, layout.dtype)).view(layout.shape(num_blocks))
 
 
-def _free_gpu_bytes(config: WorkerConfig) -> int:
-    """What the worker's share of the GPU leaves beside the weights that are loaded now."""
+def _free_gpu_bytes(config: WorkerConfig, spec: ModelSpec) -> int:
+    """What the worker's share of the GPU leaves beside the weights that are loaded now and what steps will need."""
     device = torch.device(config.device)
     free, total = torch.cuda.mem_get_info(device)
     left = int(total * config.memory_share) - torch.cuda.memory_allocated(device)
-    return max(0, min(free, left) - GPU_RESERVE_BYTES)
+    rows = sum(buckets(config.engine.max_running)) if config.role == "decode" else 0
+    graphs = 2 * 4 * rows * spec.vocab_size  # the logits of every recorded step
+    return max(0, min(free, left) - GPU_RESERVE_BYTES - graphs)
 
 
 def _graphs(runner: Runner, max_running: int, max_context: int) -> DecodeGraphs:

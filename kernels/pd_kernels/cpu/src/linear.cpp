@@ -124,6 +124,7 @@ extern "C" void pd_pack_tiles(const bf16* weight, bf16* packed, int64_t n, int64
 extern "C" void pd_linear_tiles(const bf16* x, const bf16* packed, const float* bias, void* out, int64_t rows, int64_t n, int64_t k,
                                 int out_is_float, int threads) {
 #if defined(PD_HAS_AMX)
+    if (rows == 0) return;
     pd::amx::Shape shape{rows, n, k, false};
     if (out_is_float) {
         pd::amx::linear(x, packed, bias, static_cast<float*>(out), shape, threads);

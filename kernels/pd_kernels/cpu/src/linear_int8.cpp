@@ -220,6 +220,7 @@ extern "C" void pd_pack_int8_tiles(const int8_t* weight, int8_t* packed, int64_t
 extern "C" void pd_int8_tiles(const bf16* x, const int8_t* packed, const float* scale, const float* bias, void* out, int64_t rows, int64_t n,
                               int64_t k, int out_is_float, int threads) {
 #if defined(PD_HAS_AMX)
+    if (rows == 0) return;  // tiles of no rows cannot be configured
     pd::amx::Shape shape{rows, n, k, false};
     pd::amx::Int8Weights weights{packed, scale, bias};
     if (out_is_float) {
