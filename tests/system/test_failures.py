@@ -11,6 +11,7 @@ import pytest
 from system_kit import environment, pdserve, wait_until
 
 PROMPT = list(range(20, 90))
+SLOWLY = ("--kernels", "reference")  # so that a stream is still going on when somebody looks
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def decoding(server):
 
 
 def test_a_prefill_worker_that_is_killed_is_replaced_and_nothing_fails(start, reference):
-    server = start()
+    server = start(*SLOWLY)
     asking = Asking(server, max_tokens=300)
     wait_until(lambda: decoding(server), "it decodes")
     os.kill(server.pid("prefill-0"), signal.SIGKILL)
@@ -54,7 +55,7 @@ def test_a_prefill_worker_that_is_killed_is_replaced_and_nothing_fails(start, re
 
 
 def test_a_stream_goes_on_when_its_decode_worker_dies_and_another_is_there(start, reference):
-    server = start("--decode", "2")
+    server = start("--decode", "2", *SLOWLY)
     asking = Asking(server, max_tokens=300)
     [request] = wait_until(lambda: decoding(server), "it decodes")
     os.kill(server.pid(request["decode_worker"]), signal.SIGKILL)
@@ -88,7 +89,7 @@ def test_a_worker_that_was_stopped_for_a_while_comes_back_with_a_new_epoch(start
 
 
 def test_when_the_core_dies_alone_workers_stay_and_serve_again(start):
-    server = start()
+    server = start(*SLOWLY)
     pids = server.pools()["processes"]
     asking = Asking(server, max_tokens=400)
     wait_until(lambda: decoding(server), "it decodes")
