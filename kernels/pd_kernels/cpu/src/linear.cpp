@@ -54,7 +54,7 @@ void linear_rows(const T* x, const T* weight, const float* bias, Out* out, int64
 namespace amx {
 
 // One pair against all rows. What follows it in memory is fetched meanwhile, evenly over the passes: NEAR, into the first cache
-// level behind a fetch into the second, is faster for a few rows; far ahead, into the second alone, for more.
+// level behind a fetch into the second, is faster for one pass; far ahead, into the second alone, for more.
 template <bool NEAR, class Out>
 void linear_pair(const bf16* x, const bf16* tiles, const float* bias, Out* out, const Shape& s, int64_t columns, Drain<Out>& drain,
                  float* buffers) {
@@ -85,7 +85,7 @@ void linear_pair(const bf16* x, const bf16* tiles, const float* bias, Out* out, 
 template <class Out>
 void linear(const bf16* x, const bf16* packed, const float* bias, Out* out, Shape s, int threads) {
     s.past_cache = is_past_cache(out, s);
-    auto* pair_kernel = s.rows <= 4 ? linear_pair<true, Out> : linear_pair<false, Out>;
+    auto* pair_kernel = s.rows <= 32 ? linear_pair<true, Out> : linear_pair<false, Out>;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         alignas(64) float buffers[2 * 1024];  // one block is filled while the other drains
