@@ -74,7 +74,7 @@ def test_a_step_in_one_call_has_the_same_bits(folder, threads, weights, lengths,
 def test_models_whose_products_are_native_run_in_one_call(tmp_path):
     if select("cpu", "float32", 64).name != "cpu":
         pytest.skip("no compiler here: the reference serves")
-    runner = Engine(save_tiny("smollm2", tmp_path / "tiny"), dtype="float32", num_blocks=8).runner
+    runner = Engine(save_tiny("llama3", tmp_path / "tiny"), dtype="float32", num_blocks=8).runner
     assert runner.decoder._fused is not None
 
 
