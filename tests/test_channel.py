@@ -70,6 +70,7 @@ def test_a_link_notices_that_the_hub_was_replaced(context, tmp_path):
     second = Hub(context, endpoint, new_epoch())
     link.send(Ping(nonce=2))
     until(lambda: (second.receive(), link.receive(), link.is_stale)[-1], pump=[link])
+    assert not link.send(Ping(nonce=3))
 
 
 def test_what_is_sent_before_the_other_side_exists_arrives_when_it_does(context, tmp_path):

@@ -57,7 +57,9 @@ def test_nonsense_on_the_socket_is_counted_and_the_next_reader_is_served(pair, d
 def test_a_client_that_says_nothing_is_left_behind(pair):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect(pair.peer.links[0].address)
-        pair.open().close()
+        reader = pair.open()
+        assert not reader.is_broken
+        reader.close()
 
 
 def test_closing_the_export_removes_the_socket(tmp_path):
